@@ -7,7 +7,7 @@ import datetime
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from diffusion.errors import UserError
@@ -205,6 +205,11 @@ def _joined_message(messages: dict[int, str], num_ranks: int) -> str:
 
 
 def _ranks(numbers: list[int], num_ranks: int) -> str:
+    return f"{name_ranks(numbers)} of {num_ranks}"
+
+
+def name_ranks(numbers: Sequence[int]) -> str:
+    """Name ranks for a message, such as `ranks 0, 3`; of many the first eight."""
     shown = ", ".join(str(number) for number in numbers[:8])
     more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
-    return f"{'rank' if len(numbers) == 1 else 'ranks'} {shown}{more} of {num_ranks}"
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {shown}{more}"

@@ -60,7 +60,7 @@ def raise_all(kind: type[UserError], problems: list[str]) -> None:
     if len(problems) == 1:
         raise kind(problems[0])
     if problems:
-        raise kind(f"{len(problems)} mistakes:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        raise kind(f"{len(problems)} problems:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
 def similar_names(name: str, known: Iterable[str]) -> list[str]:

@@ -136,7 +136,7 @@ def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to
         if code == 1:
             raise
         _report(cause, say)
-        return _end(code)
+        return end_process(code)
     return 0
 
 
@@ -198,8 +198,8 @@ def end_with_parent(number: int, parent: int | None = None) -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-def _end(code: int) -> int:
-    """End a process before its time; return the exit code to give where the interpreter may end by itself.
+def end_process(code: int) -> int:
+    """End a process with a process group; return the exit code of any other, which ends by itself.
 
     With a process group the interpreter's way out is not safe (gloo, torch 2.7): destroying the group can hang, and
     leaving it to the exit of the interpreter can abort the process. So exit handlers run and the process ends.

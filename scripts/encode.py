@@ -13,7 +13,6 @@ marks samples that were removed from the prepared data.
 
 import argparse
 import logging
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -22,16 +21,9 @@ from typing import TYPE_CHECKING
 from diffusion.config.loading import load, missing_keys
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.config.schema import Config
-from diffusion.distributed import (
-    has_process_group,
-    local_rank,
-    local_world_size,
-    rank,
-    start_process_group,
-    world_size,
-)
+from diffusion.distributed import local_rank, local_world_size, rank, start_process_group, world_size
 from diffusion.errors import ConfigurationError, MachineError, raise_all
-from diffusion.launch import CommandParser, choose_device, positive, run_command
+from diffusion.launch import CommandParser, choose_device, end_process, positive, run_command
 from diffusion.preparation.config import Engine, RayConfig
 
 if TYPE_CHECKING:
@@ -167,19 +159,7 @@ def main() -> None:
         for manifest in manifests:
             num_samples = sum(count for buckets in manifest.counts.values() for count in buckets.values())
             print(f"{options.out}: {num_samples} samples at {manifest.resolution} px")
-    _end_rank()
-
-
-def _end_rank() -> None:
-    """End a rank after an encoding that went well, when no rank waits for another; a single process goes on.
-
-    Destroying a gloo group whose other ranks are gone can hang (torch 2.7), and the exit of the interpreter does it.
-    """
-    if has_process_group():
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+    end_process(0)
 
 
 if __name__ == "__main__":

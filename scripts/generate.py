@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffusion.errors import ConfigurationError, MachineError, error_context
-from diffusion.launch import CommandParser, choose_device, named_score, run_command
+from diffusion.launch import CommandParser, choose_device, named_score, positive, run_command
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -31,19 +31,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--weights", default="raw", help="raw: training weights; ema: their average; decay-0.999: one of several"
     )
-    parser.add_argument("--images-per-prompt", type=int, default=1)
+    parser.add_argument("--images-per-prompt", type=positive, default=1)
     parser.add_argument("--seed", type=int, help="image i gets seed + i; default: random")
-    parser.add_argument("--steps", type=int, default=50, help="steps of the sampler")
+    parser.add_argument("--steps", type=positive, default=50, help="steps of the sampler")
     parser.add_argument("--sampler", help="euler or heun, for rectified flow; default: ddim, or euler")
     parser.add_argument("--guidance-scale", type=float, default=3.0)
     parser.add_argument(
         "--score", type=named_score, nargs="+", default=[], metavar="NAME=NUMBER",
         help="scores to ask for, as aesthetic=7 (model.score_conditioning)",
     )  # fmt: skip
-    parser.add_argument("--height", type=int, help="pixels; default: as trained")
-    parser.add_argument("--width", type=int, help="pixels; default: as trained")
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--columns", type=int, default=8, help="columns of the grid")
+    parser.add_argument("--height", type=positive, help="pixels; default: as trained")
+    parser.add_argument("--width", type=positive, help="pixels; default: as trained")
+    parser.add_argument("--batch-size", type=positive, default=16)
+    parser.add_argument("--columns", type=positive, default=8, help="columns of the grid")
     parser.add_argument("--device", default=None, help="cpu, cuda ...; default: a GPU if available")
     return parser.parse_args()
 
@@ -65,23 +65,18 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
     return texts
 
 
-def check_arguments(arguments: argparse.Namespace) -> None:
-    """Reject invalid numbers before the model is loaded.
+def read_seeds(arguments: argparse.Namespace, num_images: int) -> list[int]:
+    """Seeds of the images.
 
     Raises:
-        ConfigurationError: names the option.
+        ConfigurationError: --seed is out of range.
     """
-    from diffusion.models.sampling import whole_number
-    from diffusion.randomness import NUM_SEEDS
+    from diffusion.models.sampling import image_seeds
 
     try:
-        for name in ("images_per_prompt", "steps", "height", "width", "batch_size", "columns"):
-            if (value := getattr(arguments, name)) is not None:
-                whole_number(f"--{name.replace('_', '-')}", value, least=1)
-        if arguments.seed is not None:
-            whole_number("--seed", arguments.seed, least=0, most=NUM_SEEDS - 1)
+        return image_seeds(arguments.seed, num_images)
     except ValueError as error:
-        raise ConfigurationError(str(error)) from error
+        raise ConfigurationError(f"--{error}") from error
 
 
 def write_images(
@@ -127,7 +122,7 @@ def main() -> None:
     """Load, generate, write."""
     arguments = parse_arguments()
     prompts = read_prompts(arguments)
-    check_arguments(arguments)
+    seeds = read_seeds(arguments, len(prompts) * arguments.images_per_prompt)
     device = choose_device(arguments.device)
     with writing(arguments.out):
         arguments.out.mkdir(parents=True, exist_ok=True)
@@ -135,10 +130,8 @@ def main() -> None:
             pass
 
     from diffusion.loading import load_model
-    from diffusion.models.sampling import image_seeds
 
     model = load_model(arguments.checkpoint, weights=arguments.weights).to(device)
-    seeds = image_seeds(arguments.seed, len(prompts) * arguments.images_per_prompt)
     try:
         images = model.generate(
             prompts,

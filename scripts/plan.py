@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from diffusion.config.checks import is_location
 from diffusion.config.loading import load_config
 from diffusion.config.schema import Config
+from diffusion.errors import ConfigurationError
 from diffusion.launch import CommandParser, run_command
 
 if TYPE_CHECKING:
@@ -109,8 +110,6 @@ def as_json(budget: "Budget") -> dict[str, Any]:
 
 def check_prices(fleets: "Sequence[Fleet]") -> None:
     """Refuse fleets whose cost is not known."""
-    from diffusion.errors import ConfigurationError
-
     if unknown := [fleet.name for fleet in fleets if fleet.price_per_gpu_hour is None]:
         raise ConfigurationError(
             f"--deadline compares costs, and {', '.join(unknown)} has no price: add it, or --price"
@@ -119,7 +118,6 @@ def check_prices(fleets: "Sequence[Fleet]") -> None:
 
 def choose_fleets(words: Sequence[str], configs: Sequence[Config], fleets: "Sequence[Fleet]") -> "list[Fleet]":
     """The fleet of each run, from words such as phase1=32xA100."""
-    from diffusion.errors import ConfigurationError
     from diffusion.planning.fleets import fleet_called
 
     asked = {run: fleet for run, _, fleet in (word.partition("=") for word in words)}
@@ -131,8 +129,6 @@ def choose_fleets(words: Sequence[str], configs: Sequence[Config], fleets: "Sequ
 
 def load_configs(words: Sequence[str], samples: Sequence[float] | None) -> list[Config]:
     """Load each run, with the overrides that apply to all."""
-    from diffusion.errors import ConfigurationError
-
     files, overrides = [word for word in words if "=" not in word], [word for word in words if "=" in word]
     if samples is not None and len(samples) != len(files):
         raise ConfigurationError(f"--samples has {len(samples)} numbers for {len(files)} runs: give one for each")

@@ -80,7 +80,7 @@ def show(run: Path) -> None:
 
     starts, gpu = read_costs(run), read_run(run).curve("utilisation/gpu")
     print(f"{run}: {read_status(run, read_config(run))}, step {starts[-1].reached if starts else 0:,}")
-    print(*cost_table(starts, gpu.mean if gpu is not None and gpu.num_values else None), sep="\n")
+    print(*cost_table(starts, gpu.mean if gpu is not None else None), sep="\n")
 
 
 def stop(run: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import requests
 
 from diffusion.operations import timeouts
+from diffusion.reports.curves import read_json_lines
 
 EVENTS = "events.jsonl"
 """File in the run folder with a row for each event."""
@@ -100,6 +101,5 @@ class EventLog:
 
 
 def read_events(run: Path) -> list[dict[str, Any]]:
-    """Read the events of a run, in order."""
-    path = run / EVENTS
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    """Read the events of a run, in order; damaged lines are skipped."""
+    return [row for row in read_json_lines(run / EVENTS) if row is not None]

@@ -10,6 +10,7 @@ from enum import Enum
 from pathlib import Path
 
 from diffusion.config.operations import SupervisionConfig
+from diffusion.distributed import name_ranks
 from diffusion.operations import timeouts
 from diffusion.operations.heartbeats import HeartbeatRecord, Phase, stacks_file
 from diffusion.operations.processes import is_alive
@@ -81,10 +82,10 @@ class HangDetector:
         if not active:
             return Condition.working, self.settings.pause_timeout, "no rank has started"
         if stopped:
-            return Condition.hang, self._step_timeout(heartbeats), f"{_rank_list(stopped)} was stopped"
+            return Condition.hang, self._step_timeout(heartbeats), f"{name_ranks(stopped)} was stopped"
         progress = {heartbeat.rank: (heartbeat.step, _PHASE_ORDER[heartbeat.phase]) for heartbeat in active}
         slowest = [heartbeat for heartbeat in active if progress[heartbeat.rank] == min(progress.values())]
-        ranks, phase = _rank_list([heartbeat.rank for heartbeat in slowest]), slowest[0].phase
+        ranks, phase = name_ranks([heartbeat.rank for heartbeat in slowest]), slowest[0].phase
         reason = f"{ranks} of {len(heartbeats)} in phase {phase.value} of step {slowest[0].step}"
         if phase is Phase.data:
             return Condition.slow_data, self.settings.data_timeout, reason
@@ -95,11 +96,6 @@ class HangDetector:
     def _step_timeout(self, heartbeats: Sequence[HeartbeatRecord]) -> float:
         medians = [heartbeat.median_step for heartbeat in heartbeats if heartbeat.median_step is not None]
         return max(self.settings.hang_floor, self.settings.hang_factor * max(medians, default=0.0))
-
-
-def _rank_list(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def collect_stacks(folder: Path, heartbeats: Sequence[HeartbeatRecord]) -> str:
@@ -126,11 +122,9 @@ def collect_stacks(folder: Path, heartbeats: Sequence[HeartbeatRecord]) -> str:
         time.sleep(0.05)
     parts = []
     for one in heartbeats:
-        text = files[one.rank].read_text(errors="replace") if one in asked else ""
-        text = (
-            text or f"no answer from process {one.pid} on {one.host}: ended, hung in the kernel, or on another machine"
-        )
-        parts.append(f"rank {one.rank}, in phase {one.phase.value} of step {one.step}:\n{text.rstrip()}\n")
+        text = files[one.rank].read_text(errors="replace").rstrip() if one in asked else ""
+        missing = f"no answer from process {one.pid} on {one.host}: ended, hung in the kernel, or on another machine"
+        parts.append(f"rank {one.rank}, in phase {one.phase.value} of step {one.step}:\n{text or missing}\n")
     return "\n".join(parts)
 
 

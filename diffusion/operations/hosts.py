@@ -58,11 +58,6 @@ class Survey:
     verdicts: tuple[Verdict, ...]
 
     @property
-    def num_gpus(self) -> dict[str, int]:
-        """Visible GPUs of the hosts that answered."""
-        return {host: speed.num_gpus for host, speed in self.speeds.items()}
-
-    @property
     def unfit(self) -> list[str]:
         """Hosts that are too slow, or with a problem that not all hosts have."""
         return unfit_nodes(self.hosts, self.verdicts)
@@ -152,7 +147,7 @@ def choose_hosts(found: Survey, fleet: Fleet, data: DataConfig) -> tuple[tuple[s
     _raise_shared_problems(found)
     unfit, ranks = set(found.unfit), fleet.ranks_per_host
     if ranks is None:
-        num_gpus = {host: number for host, number in found.num_gpus.items() if host not in unfit}
+        num_gpus = {host: speed.num_gpus for host, speed in found.speeds.items() if host not in unfit}
         usual = statistics.mode(num_gpus.values()) if num_gpus else 1
         unfit |= {host for host, number in num_gpus.items() if number != usual}
         ranks = max(1, usual)

@@ -1,4 +1,4 @@
-"""What is stored below folders and in object stores, by which runs it is used, and what it costs."""
+"""Inventory of folders and object stores: data sets, checkpoints and caches, their users and costs."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ from diffusion.datasets.manifest import MANIFEST, SCAN, WORK, PreparedManifest
 from diffusion.errors import ConfigurationError
 from diffusion.operations.costs import StartCosts
 from diffusion.operations.runs import absolute, checkpoints_of
-from diffusion.planning.fleets import DAYS_PER_MONTH
+from diffusion.planning.fleets import DAYS_PER_MONTH, sum_known
 from diffusion.planning.plan import SECONDS_PER_DAY
 from diffusion.planning.storage import located_streams
 from diffusion.storage import Access, StoredFile, is_url, join
@@ -65,12 +65,11 @@ class Item:
     users: list[str] = field(default_factory=list)
     """Runs, evaluations, and encoded data made from it."""
 
-    def add(self, file: StoredFile) -> None:
-        """Count a file."""
-        self.num_files += 1
-        self.num_bytes += file.size
-        if file.time is not None:
-            self.written = max(self.written or 0.0, file.time)
+    def add(self, num_files: int, num_bytes: int, written: float | None) -> None:
+        """Count files, of which the newest was written at a time."""
+        self.num_files += num_files
+        self.num_bytes += num_bytes
+        self.written = max(filter(None, (self.written, written)), default=None)
 
 
 def find_items(root: str) -> list[Item]:
@@ -90,16 +89,14 @@ def find_items(root: str) -> list[Item]:
         kinds |= _kinds_around(path)
         if path.name == MANIFEST:
             manifests.add(path.parent)
-        folders.setdefault(path.parent, Item(uri="", kind=Kind.other)).add(file)
+        folders.setdefault(path.parent, Item(uri="", kind=Kind.other)).add(1, file.size, file.time)
     if not folders:
         raise ConfigurationError(f"{root} holds no files: correct the path, or S3_ENDPOINT_URL")
     items = {path: Item(uri=join(root, *path.parts), kind=kind) for path, kind in kinds.items()}
     items |= {path: item for path in manifests if (item := _read_data_set(join(root, *path.parts))) is not None}
     for path, files in folders.items():
         item = next(items[one] for one in (path, *path.parents) if one in items)
-        item.num_files += files.num_files
-        item.num_bytes += files.num_bytes
-        item.written = max(filter(None, (item.written, files.written)), default=None)
+        item.add(files.num_files, files.num_bytes, files.written)
     return [item for _, item in sorted(items.items()) if item.num_files]
 
 
@@ -111,7 +108,7 @@ def list_below(root: str, access: Access | None = None) -> Iterator[tuple[str, S
 
 
 def _kinds_around(file: PurePosixPath) -> dict[PurePosixPath, Kind]:
-    """The items that a file shows to be there, by their path."""
+    """Kinds of the items that the path of a file implies, by the path of the item."""
     found: dict[PurePosixPath, Kind] = {}
     for part, folder in zip(reversed(file.parts), file.parents, strict=True):
         if batch_of(Path(part)) >= 0:
@@ -124,7 +121,7 @@ def _kinds_around(file: PurePosixPath) -> dict[PurePosixPath, Kind]:
 
 
 def _read_data_set(uri: str) -> Item | None:
-    """Read of which kind a data set is; None if the manifest is none of this package."""
+    """Read the manifest of a data set; None if it is not one of this package."""
     content = storage.read(join(uri, MANIFEST))
     try:
         manifest = json.loads(content)
@@ -218,15 +215,13 @@ class Expense:
 
 
 def stored_bytes(run: Path, config: Config) -> tuple[int, list[str]]:
-    """Bytes of a run's checkpoints and streams that are stored now, and the folders that are not on this machine."""
-    places = {checkpoints_of(run, config): Access()}
+    """Stored bytes of a run's checkpoints and streams, and the folders that are not on this machine."""
+    locations = {checkpoints_of(run, config): Access()}
     for streams in located_streams(config).values():
-        places |= {absolute(run, stream.source): stream.access for stream in streams}
-    absent = [place for place in places if not is_url(place) and not Path(place).is_dir()]
-    sizes = [
-        file.size for place, access in places.items() if place not in absent for _, file in list_below(place, access)
-    ]
-    return sum(sizes), absent
+        locations |= {absolute(run, stream.source): stream.access for stream in streams}
+    absent = [one for one in locations if not is_url(one) and not Path(one).is_dir()]
+    present = {one: access for one, access in locations.items() if one not in absent}
+    return sum(file.size for one, access in present.items() for _, file in list_below(one, access)), absent
 
 
 def expenses(
@@ -270,12 +265,6 @@ def expenses(
             dollars=None if egress_price is None else fetched_bytes / 1e12 * egress_price,
         ),
     ]
-
-
-def sum_known(values: Iterable[float | None]) -> float | None:
-    """Sum; None if a value is unknown."""
-    known = list(values)
-    return None if None in known else sum(value or 0.0 for value in known)
 
 
 def expense_rows(found: Sequence[Expense], step: int, num_steps: int) -> list[tuple[str, ...]]:

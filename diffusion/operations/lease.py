@@ -47,7 +47,7 @@ class Holder(ProcessRecord):
 
 
 class Lease:
-    """Lease that this process, or rank 0 of its job, has acquired; the one that has the open file renews it."""
+    """Lease of this process or, without an open file, of rank 0 of its job, which renews it."""
 
     def __init__(self, path: Path, holder: Holder, descriptor: int | None) -> None:
         self.holder = holder

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: their names, what a run folder shows of its run, and the HTTP endpoint.
+"""Metrics for Prometheus: names, values from a run folder, and the HTTP endpoint.
 
 Each has the label `run`, the name of the run folder. A value is read when it is scraped, and NaN while it is unknown.
 """
@@ -56,12 +56,7 @@ Metrics = Mapping[str, Mapping[str, float]]
 
 
 def read_run_metrics(run: Path, heartbeats: Path) -> dict[str, float]:
-    """Read the metrics that a run folder shows, of all starts of its run.
-
-    Args:
-        run: the run folder.
-        heartbeats: folder of the heartbeats.
-    """
+    """Read the metrics of all starts of a run from its folder and from the folder of its heartbeats."""
     starts, records = read_costs(run), read_heartbeats(heartbeats)
     num_supervised = sum(event["event"] == EventKind.started.value for event in read_events(run))
     totals = total(starts)

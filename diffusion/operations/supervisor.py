@@ -158,8 +158,8 @@ class Supervisor:
         heartbeats: folder of the heartbeats.
         settings: timeouts and limits of restarts.
         events: log of events.
+        environment: variables of the job.
         arguments: command line of the supervisor, stored for `runs.py resume`.
-        environment: variables of the job; None are those of this process.
         growth: whether the job would start on more hosts now, and the seconds between two looks; None: never look.
     """
 
@@ -171,8 +171,8 @@ class Supervisor:
         settings: SupervisionConfig,
         events: EventLog,
         *,
+        environment: dict[str, str],
         arguments: Sequence[str] = (),
-        environment: dict[str, str] | None = None,
         growth: tuple[Callable[[], bool], float] | None = None,
     ) -> None:
         self.run_folder, self.heartbeats, self.settings, self.events = run, heartbeats, settings, events
@@ -324,7 +324,7 @@ class Supervisor:
         return lock
 
 
-def start_command(command: Sequence[str], lock: int, environment: dict[str, str] | None) -> subprocess.Popen:
+def start_command(command: Sequence[str], lock: int, environment: dict[str, str]) -> subprocess.Popen:
     """Start a command in a session of its own; it inherits the lock, which lasts as long as its processes.
 
     Raises:

@@ -26,7 +26,7 @@ class Counters:
 
     clock: float
     cpu_busy: float
-    """Computing time of the cores that this process may use, added up; then their I/O wait, and all of their time."""
+    """Of all cores that this process may use: time spent computing, waiting for I/O, and in total."""
 
     cpu_waiting: float
     cpu_total: float

@@ -159,22 +159,22 @@ class Budget:
     @property
     def gpu_cost(self) -> float | None:
         """In dollars."""
-        return _sum(plan.cost for plan in self.plans)
+        return sum_known(plan.cost for plan in self.plans)
 
     @property
     def storage_cost(self) -> float | None:
         """In dollars."""
-        return _sum(run.storage_cost for run in self.runs)
+        return sum_known(run.storage_cost for run in self.runs)
 
     @property
     def egress_cost(self) -> float | None:
         """In dollars."""
-        return _sum(run.egress_cost for run in self.runs)
+        return sum_known(run.egress_cost for run in self.runs)
 
     @property
     def cost(self) -> float | None:
         """Sum of known costs; None without prices of all GPUs."""
-        return _sum(run.cost for run in self.runs)
+        return sum_known(run.cost for run in self.runs)
 
     def affordable_steps(self, dollars: float) -> list[int] | None:
         """Steps of each run that an amount pays for, one run after the other; None without a price."""
@@ -188,7 +188,7 @@ class Budget:
         return steps
 
 
-def _sum(values: Iterable[float | None]) -> float | None:
+def sum_known(values: Iterable[float | None]) -> float | None:
     """Sum; None if a value is unknown."""
     known = list(values)
     return None if None in known else sum(value for value in known if value is not None)

@@ -254,18 +254,10 @@ def meta_adapter(config: ModelConfig) -> Adapter | None:
     return adapter.requires_grad_(config.lora is None)
 
 
-def meta_inputs(
-    config: ModelConfig, network: Network, size: ImageSize, dtype: torch.dtype, adapter: Adapter | None = None
+def _meta_inputs(
+    config: ModelConfig, network: Network, size: ImageSize, dtype: torch.dtype, adapter: Adapter | None
 ) -> dict[str, Any]:
-    """Arguments of a network for one image of a size in pixels, on the meta device.
-
-    Args:
-        config: section `model` of the configuration.
-        network: the network; SDXL's also takes pooled text and sizes.
-        size: height and width in pixels.
-        dtype: dtype of latents and text.
-        adapter: computes the text, if given.
-    """
+    """Arguments of a network for one image, as `meta_forward` calls it; SDXL's also takes pooled text and sizes."""
     spec, settings = ARCHITECTURES[config.architecture], network.config
     height, width = (side // spec.vae_factor for side in size)
     with torch.device("meta"):
@@ -290,7 +282,7 @@ def meta_forward(
     config: ModelConfig, network: Network, size: ImageSize, dtype: torch.dtype, adapter: Adapter | None = None
 ) -> Tensor:
     """Prediction in training, with the text adapter if given, for one image of a size in pixels; on the meta device."""
-    inputs = meta_inputs(config, network, size, dtype, adapter)
+    inputs = _meta_inputs(config, network, size, dtype, adapter)
     if config.token_routing is not None:
         address = torch.empty(1, dtype=torch.int64, device="meta")
         num_tokens = inputs["hidden_states"][0, 0].numel() // patch_size_of(network) ** 2

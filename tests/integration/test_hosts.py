@@ -1,13 +1,11 @@
 """Hosts: checked before a start, compared, chosen; a supervisor that starts a job on the fit ones."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -21,6 +19,7 @@ from diffusion.operations.checks.verdicts import Level, Verdict, problem
 from diffusion.operations.events import EventLog, read_events
 from diffusion.operations.hosts import CHECK_MODULE, Fleet, HostedJob, Survey, check_over_ssh, choose_hosts, survey
 from diffusion.operations.supervisor import Supervisor
+from scripts.supervise import parse_arguments, read_fleet, webhook_address
 from tests.tools.training_runs import ROOT
 
 pytestmark = pytest.mark.slow
@@ -228,18 +227,9 @@ def test_this_machine_is_refused_with_its_name(tmp_path, monkeypatch):
     assert (event["event"], event["host"]) == ("unfit", "here")
 
 
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def fleet_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Fleet | None:
-    supervise = script("supervise")
     monkeypatch.setattr(sys, "argv", ["supervise.py", *arguments])
-    return supervise.read_fleet(supervise.parse_arguments())
+    return read_fleet(parse_arguments())
 
 
 def test_a_file_of_hosts_may_hold_comments(tmp_path, monkeypatch):
@@ -278,7 +268,7 @@ def test_mistakes_in_the_hosts_of_a_supervisor(tmp_path, monkeypatch, arguments,
 
 def test_the_address_of_the_webhook_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("ALARMS", "http://x/SECRET")
-    assert script("supervise").webhook_address("ALARMS") == "http://x/SECRET"
-    assert script("supervise").webhook_address(None) is None
+    assert webhook_address("ALARMS") == "http://x/SECRET"
+    assert webhook_address(None) is None
     with pytest.raises(ConfigurationError, match=r"operations\.supervision\.webhook_variable"):
-        script("supervise").webhook_address("ABSENT")
+        webhook_address("ABSENT")

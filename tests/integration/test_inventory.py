@@ -17,8 +17,9 @@ from diffusion.errors import ConfigurationError
 from diffusion.operations.costs import CostsFile, Kind, StartCosts
 from diffusion.operations.inventory import Kind as Content
 from diffusion.operations.inventory import assign_users, find_items, read_uses
+from scripts import runs as runs_command
 from tests.tools.s3_server import S3Server, s3_process, s3_server
-from tests.unit.operations.test_runs import beat, script, write_run
+from tests.unit.operations.test_runs import beat, write_run
 
 __all__ = ["s3_process", "s3_server"]
 
@@ -112,7 +113,7 @@ def test_dollars_a_month_and_users_are_listed(s3_server: S3Server, tmp_path: Pat
     result = {"path": f"{run}/ep0-ba1.pt", "name": "ep0-ba1", "numbers": {}, "protocols": {}}
     (tmp_path / "judged/results").mkdir(parents=True)
     (tmp_path / "judged/results/ep0-ba1.json").write_text(json.dumps(result))
-    script().show_inventory(["s3://tests/listed"], [tmp_path], 20_000.0)
+    runs_command.show_inventory(["s3://tests/listed"], [tmp_path], 20_000.0)
     row, total = capsys.readouterr().out.splitlines()[-2:]
     assert row.split("  ")[0] == "s3://tests/listed/checkpoints"
     for cell in ("checkpoints", "25.0 MB", "0.50", "0.0", f"{run}, evaluation {tmp_path}/judged"):
@@ -138,7 +139,7 @@ def test_what_a_run_has_cost_with_its_data_and_checkpoints_in_a_store(s3_server,
         )
     )  # fmt: skip
     file.close()
-    script().show_costs(run, gpu_price=None, storage_price=200_000.0, egress_price=1_000_000.0)
+    runs_command.show_costs(run, gpu_price=None, storage_price=200_000.0, egress_price=1_000_000.0)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[-2:] for line in lines[2:6]] == [
         ["20.00", "80.00"],  # 8 GPU-hours
@@ -167,15 +168,15 @@ def test_checkpoints_in_a_store_go_with_yes_only_and_never_those_that_are_needed
         return [found.name for found in RemoteCheckpoints(uri, timeout=60).present()]
 
     everything = ["ep0-ba2.pt", "ep0-ba3", "ep0-ba4.pt", "ep0-ba6.pt", "ep0-ba8.pt", "ep0-ba10.pt", "ep0-ba11"]
-    script().prune([tmp_path], 1, is_confirmed=False)
+    runs_command.prune([tmp_path], 1, is_confirmed=False)
     listed = capsys.readouterr().out.splitlines()
     assert listed[:-1] == [f"{uri}/ep0-ba2.pt", f"{uri}/ep0-ba6.pt"]
     assert names() == everything
     beat(config, host=socket.gethostname(), pid=os.getpid())
-    script().prune([tmp_path], 1, is_confirmed=True)
+    runs_command.prune([tmp_path], 1, is_confirmed=True)
     assert names() == everything, "the run is running"
     (run / "heartbeats/rank-0.json").unlink()
-    script().prune([tmp_path], 1, is_confirmed=True)
+    runs_command.prune([tmp_path], 1, is_confirmed=True)
     assert names() == ["ep0-ba3", "ep0-ba4.pt", "ep0-ba8.pt", "ep0-ba10.pt", "ep0-ba11"]
     assert storage.exists(f"{uri}/averages/ba2.safetensors")
     assert resolve_checkpoint(uri).read_bytes() == (tmp_path / "made/ep0-ba10.pt").read_bytes()

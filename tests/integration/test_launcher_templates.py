@@ -125,6 +125,9 @@ def test_the_job_for_kubernetes_is_what_the_operator_understands():
     }
     assert int(container["resources"]["limits"]["nvidia.com/gpu"]) == job["spec"]["elasticPolicy"]["nProcPerNode"]
     assert job["spec"]["elasticPolicy"]["maxReplicas"] == worker["replicas"]
+    config = resolved(container["args"])
+    assert config.trainer.async_checkpoints
+    assert config.data.local == "/cache/phase1"
 
 
 def test_the_jobset_is_what_its_controller_and_kubernetes_understand():
@@ -189,14 +192,6 @@ def test_mistakes_in_a_job_are_found():
 def resolved(arguments: list[str]) -> Config:
     """What run.py makes of its arguments."""
     return load_config(ROOT / arguments[0], arguments[1:], may_miss=lambda key: True)
-
-
-def test_the_arguments_in_the_job_are_those_of_a_run():
-    job = yaml.safe_load((LAUNCHERS / "pytorchjob.yaml").read_text())
-    [container] = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
-    config = resolved(container["args"])
-    assert config.trainer.async_checkpoints
-    assert config.data.local == "/cache/phase1"
 
 
 def evaluations(pods: list[dict[str, Any]]) -> list[EvaluationConfig]:

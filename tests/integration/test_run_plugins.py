@@ -81,7 +81,7 @@ def test_all_paths_and_arguments_are_checked_without_building():
     with pytest.raises(ConfigurationError) as caught:
         check_plugins(plugins)
     lines = str(caught.value).splitlines()
-    assert lines[0] == "8 mistakes:"
+    assert lines[0] == "8 problems:"
     for line, message in zip(
         lines[1:],
         [

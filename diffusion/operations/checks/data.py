@@ -40,14 +40,7 @@ from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.pretrained import module_identity, tokenizer_identity
 from diffusion.models.tokenizers import caption_tokenizer
 from diffusion.operations.checks.machine import existing
-from diffusion.operations.checks.verdicts import (
-    Verdict,
-    log_and_raise,
-    ok,
-    on_each_machine,
-    problem,
-    warning,
-)
+from diffusion.operations.checks.verdicts import Verdict, log_and_raise, ok, on_each_machine, problem, warning
 from diffusion.planning.downloads import FleetStream, World, traffic
 from diffusion.storage import is_url, join
 
@@ -73,12 +66,12 @@ def read_stream_files(config: Config) -> Files:
     return {**stored, **agree(lambda: read_files(one for one in locations if not is_url(one.source)))}
 
 
-def check_streams(config: Config, files: Files | None = None) -> None:
+def check_streams(config: Config, files: Files) -> None:
     """Check that the data exists and is what the configuration says, as far as that is known without the model.
 
     Args:
         config: configuration of the run.
-        files: manifests and marks of the streams, if they have been read.
+        files: manifests and marks of the streams.
 
     Raises:
         DataError: what is missing or differs, and what to do.
@@ -92,7 +85,7 @@ def check_streams(config: Config, files: Files | None = None) -> None:
         pass
 
 
-def check_identity(config: Config, model: LatentDiffusion, files: Files | None = None) -> None:
+def check_identity(config: Config, model: LatentDiffusion, files: Files) -> None:
     """Check that latents were encoded by the VAE, tokenizer and text encoder of the model.
 
     Raises:
@@ -115,9 +108,7 @@ def check_identity(config: Config, model: LatentDiffusion, files: Files | None =
         )
 
 
-def _encoded_streams(
-    config: Config, files: Files | None
-) -> Iterator[tuple[StreamLocation, ImageSize, EncodedManifest]]:
+def _encoded_streams(config: Config, files: Files) -> Iterator[tuple[StreamLocation, ImageSize, EncodedManifest]]:
     """Iterate over the streams of latents for training and validation, with their image sizes and manifests.
 
     Raises:

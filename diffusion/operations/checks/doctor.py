@@ -66,9 +66,8 @@ def diagnose(config: Config, timeout: float = 120.0, *, deep: bool = False) -> l
         NoAnswerError: some ranks do not answer.
     """
     check_config(config, world_size=world_size(), side_factor=side_factor(config.model))
-    device = (
-        resolve_device(config.trainer.device, torch.cuda.device_count()) if torch.cuda.device_count() else Device.cpu
-    )
+    num_gpus = torch.cuda.device_count()
+    device = resolve_device(config.trainer.device, num_gpus) if num_gpus else Device.cpu
     verdicts = []
     if world_size() > 1:
         if not dist.is_initialized():
@@ -170,7 +169,7 @@ def measure_nodes(device: torch.device, timeout: float) -> list[NodeSpeed]:
 
 
 def _slowest(ranks: Sequence[NodeSpeed]) -> NodeSpeed:
-    """Return the speed of the node of some ranks, by the slowest of them; its first rank measures the link."""
+    """Combine the ranks of a node: the rates of the slowest, and the link, which the first rank measures."""
 
     def least(values: Iterable[float | None]) -> float | None:
         return min((value for value in values if value is not None), default=None)

@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import pynvml
@@ -12,8 +12,6 @@ import torch
 
 from diffusion.config.fields import size_text
 from diffusion.operations.checks.verdicts import Verdict, ok, problem, warning
-
-T = TypeVar("T")
 
 FOREIGN_BYTES = 2e9
 """Memory of other processes on a GPU that is reported; less is a display, or a context."""
@@ -30,23 +28,21 @@ def visible_gpus(nvml: Any = pynvml) -> dict[str, Any]:
         nvml.nvmlInit()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = map(str, range(nvml.nvmlDeviceGetCount())) if visible is None else map(str.strip, visible.split(","))
-        handles = []
-        for name in filter(None, names):
-            by_uuid = nvml.nvmlDeviceGetHandleByUUID
-            handles.append(nvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else by_uuid(name))
+        handles = [
+            nvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else nvml.nvmlDeviceGetHandleByUUID(name)
+            for name in filter(None, names)
+        ]
     except nvml.NVMLError:
         return {}
-    found = {}
-    for number, handle in enumerate(handles):
-        model = _optional(nvml, lambda handle=handle: nvml.nvmlDeviceGetName(handle), "")
-        found[f"GPU {number} ({model.decode() if isinstance(model, bytes) else model})"] = handle
-    return found
+    return {
+        f"GPU {i} ({_optional(nvml, '', nvml.nvmlDeviceGetName, handle)})": handle for i, handle in enumerate(handles)
+    }
 
 
-def _optional(nvml: Any, read: Callable[[], T], default: Any) -> T:
+def _optional(nvml: Any, default: Any, read: Callable[..., Any], *arguments: Any) -> Any:
     """Return a value of NVML, or a default if the GPU or the user's rights do not provide it."""
     try:
-        return read()
+        return read(*arguments)
     except nvml.NVMLError:
         return default
 
@@ -56,7 +52,7 @@ def check_gpu_memory(needed: float, nvml: Any = pynvml) -> Iterator[Verdict]:
     gpus = visible_gpus(nvml)
     least, unknown = math.inf, []
     for name, handle in gpus.items():
-        memory = _optional(nvml, lambda handle=handle: nvml.nvmlDeviceGetMemoryInfo(handle), None)
+        memory = _optional(nvml, None, nvml.nvmlDeviceGetMemoryInfo, handle)
         if memory is None:
             unknown.append(name)
             continue
@@ -86,7 +82,7 @@ def _foreign_bytes(nvml: Any, handle: Any) -> int:
     parent = this.parent()
     launcher = parent if parent is not None and "LOCAL_WORLD_SIZE" in os.environ else this
     own = {launcher.pid, this.pid, *(child.pid for child in launcher.children(recursive=True))}
-    processes = _optional(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle), [])
+    processes = _optional(nvml, [], nvml.nvmlDeviceGetComputeRunningProcesses, handle)
     if not all(Path(f"/proc/{process.pid}").exists() for process in processes):
         return 0
     return sum(process.usedGpuMemory or 0 for process in processes if process.pid not in own)
@@ -96,8 +92,8 @@ def check_gpu_errors(nvml: Any = pynvml) -> Iterator[Verdict]:
     """Check the GPUs for memory errors that the hardware could not correct."""
     kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
     for name, handle in visible_gpus(nvml).items():
-        rows = _optional(nvml, lambda handle=handle: nvml.nvmlDeviceGetRemappedRows(handle), None)
-        errors = _optional(nvml, lambda handle=handle: nvml.nvmlDeviceGetTotalEccErrors(handle, *kinds), 0)
+        rows = _optional(nvml, None, nvml.nvmlDeviceGetRemappedRows, handle)
+        errors = _optional(nvml, 0, nvml.nvmlDeviceGetTotalEccErrors, handle, *kinds)
         if rows is not None and rows[3]:
             what = f"{name} has damaged memory that spare rows cannot replace"
             yield problem("GPU errors", what, "remove it from the job and have it exchanged")
@@ -127,16 +123,17 @@ class GpuMeter:
         return sum(busy) / len(busy), sum(used) / len(used) if used else math.nan
 
     def _used(self, handle: Any) -> float | None:
-        memory = _optional(self._nvml, lambda: self._nvml.nvmlDeviceGetMemoryInfo(handle), None)
+        memory = _optional(self._nvml, None, self._nvml.nvmlDeviceGetMemoryInfo, handle)
         return memory.used / memory.total if memory is not None else None
 
     def _busy(self, number: int) -> float:
         """Return the mean of the driver's samples since the last reading, or its current value."""
         nvml, handle, since = self._nvml, self._handles[number], self._since[number]
         kind = nvml.NVML_GPU_UTILIZATION_SAMPLES
-        _, samples = _optional(nvml, lambda: nvml.nvmlDeviceGetSamples(handle, kind, since), (0, []))
+        _, samples = _optional(nvml, (0, []), nvml.nvmlDeviceGetSamples, handle, kind, since)
         new = [sample for sample in samples if sample.timeStamp > since]
         if new:
             self._since[number] = max(sample.timeStamp for sample in new)
             return sum(sample.sampleValue.uiVal for sample in new) / len(new) / 100
-        return _optional(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100, 0.0)
+        current = _optional(nvml, None, nvml.nvmlDeviceGetUtilizationRates, handle)
+        return current.gpu / 100 if current is not None else 0.0

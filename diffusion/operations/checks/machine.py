@@ -15,15 +15,7 @@ from diffusion.config.training import Device
 from diffusion.distributed import local_world_size, world_size
 from diffusion.errors import MachineError
 from diffusion.operations.checks.gpu import check_gpu_errors, check_gpu_memory
-from diffusion.operations.checks.verdicts import (
-    Level,
-    Verdict,
-    log_and_raise,
-    ok,
-    on_each_machine,
-    problem,
-    warning,
-)
+from diffusion.operations.checks.verdicts import Level, Verdict, log_and_raise, ok, on_each_machine, problem, warning
 from diffusion.storage import is_url
 
 CGROUP = Path("/sys/fs/cgroup")

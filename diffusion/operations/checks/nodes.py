@@ -48,15 +48,15 @@ class DeviceSpeed:
     """Bytes read and written."""
 
 
-def measure_device(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> DeviceSpeed:
-    """Measure the rates of a matrix product and of a copy, by a clock."""
+def measure_device(device: torch.device) -> DeviceSpeed:
+    """Measure the rates of a matrix product and of a copy."""
     is_gpu = device.type == "cuda"
     side, dtype = (8192, torch.bfloat16) if is_gpu else (1024, torch.float32)
     a, b = torch.randn(2, side, side, device=device, dtype=dtype)
     source = torch.empty(2**30 if is_gpu else 2**27, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    product = min(time_runs(lambda: a @ b, device, 10 if is_gpu else 3, clock))
-    copied = min(time_runs(lambda: target.copy_(source), device, 10 if is_gpu else 3, clock))
+    product = min(time_runs(lambda: a @ b, device, 10 if is_gpu else 3))
+    copied = min(time_runs(lambda: target.copy_(source), device, 10 if is_gpu else 3))
     name = torch.cuda.get_device_name(device) if is_gpu else f"CPU, {torch.get_num_threads()} threads"
     return DeviceSpeed(
         name=name,
@@ -66,18 +66,16 @@ def measure_device(device: torch.device, clock: Callable[[], float] = time.perf_
     )
 
 
-def time_runs(
-    run: Callable[[], Any], device: torch.device, number: int, clock: Callable[[], float] = time.perf_counter
-) -> list[float]:
+def time_runs(run: Callable[[], Any], device: torch.device, number: int) -> list[float]:
     """Return the seconds of each run, after one for warm-up."""
     run()
     times = []
     for _ in range(number):
         synchronize(device)
-        start = clock()
+        start = time.perf_counter()
         run()
         synchronize(device)
-        times.append(clock() - start)
+        times.append(time.perf_counter() - start)
     return times
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from diffusion.distributed import agree, broadcast, gather, is_first_rank, local_rank, local_world_size, rank
-from diffusion.errors import UserError
+from diffusion.errors import UserError, raise_all
 
 _TABLE_WIDTH = 100
 
@@ -75,7 +75,7 @@ def on_each_machine(check: Callable[[], Iterable[Verdict]]) -> list[Verdict]:
     return merge([(node, verdicts) for node, verdicts in by_rank if verdicts is not None])
 
 
-def log_and_raise(verdicts: Iterable[Verdict], kind: type[UserError]) -> None:
+def log_and_raise(verdicts: Sequence[Verdict], kind: type[UserError]) -> None:
     """Log the warnings on rank 0 and raise the problems on all ranks."""
     for verdict in verdicts:
         if verdict.level is Level.warning and is_first_rank():
@@ -86,11 +86,7 @@ def log_and_raise(verdicts: Iterable[Verdict], kind: type[UserError]) -> None:
 def raise_problems(verdicts: Iterable[Verdict], kind: type[UserError]) -> None:
     """Raise one error with all problems among the verdicts, if there are any."""
     problems = [verdict for verdict in verdicts if verdict.level is Level.problem]
-    texts = [f"{one.where}: {one.sentence}" if one.where else one.sentence for one in problems]
-    if len(texts) == 1:
-        raise kind(texts[0])
-    if texts:
-        raise kind(f"{len(texts)} problems:\n" + "\n".join(f"  - {text}" for text in texts))
+    raise_all(kind, [f"{one.where}: {one.sentence}" if one.where else one.sentence for one in problems])
 
 
 def format_table(verdicts: Sequence[Verdict]) -> str:

@@ -282,7 +282,7 @@ def test_legal_combinations(configuration, overrides):
         ),
         (["trainer.keep_checkpoints=0"], 1, ["trainer.keep_checkpoints is 0"]),
         (["loggers.stream_loss_interval=0"], 1, ["loggers.stream_loss_interval is 0"]),
-        (["seed=-1", "data.streams=[]"], 1, ["2 mistakes:\n", "seed is -1", "data.streams is empty"]),
+        (["seed=-1", "data.streams=[]"], 1, ["2 problems:\n", "seed is -1", "data.streams is empty"]),
     ],
 )
 def test_impossible_combinations(configuration, overrides, world_size, keys):

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from diffusion.operations.events import EventKind, EventLog, read_events
+from diffusion.operations.events import EVENTS, EventKind, EventLog, read_events
 
 
 @pytest.fixture
@@ -52,6 +52,9 @@ def test_an_address_that_refuses_or_is_not_there_harms_nothing_and_is_not_told(t
         log.add(EventKind.stopped)
         log.close()
     assert len(read_events(tmp_path)) == 3
+    with (tmp_path / EVENTS).open("a") as file:
+        file.write('{"time": "2026')
+    assert len(read_events(tmp_path)) == 3, "a line that was cut off is skipped"
     failures = [record.getMessage() for record in caplog.records if "was not posted" in record.getMessage()]
     assert failures == [
         "event stopped was not posted: status 500",

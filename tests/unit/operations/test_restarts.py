@@ -12,18 +12,9 @@ def ending(code: int, step: int = -1, *, is_lasting: bool = False) -> Ending:
 
 
 def said(rank: int, code: int, error: str, *, is_lasting: bool = False) -> HeartbeatRecord:
+    ended = {"code": code, "error": error, "is_lasting": is_lasting}
     return HeartbeatRecord(
-        rank=rank,
-        pid=1,
-        host="",
-        count=9,
-        phase=Phase.ended,
-        step=12,
-        num_done=3,
-        time=0.0,
-        code=code,
-        error=error,
-        is_lasting=is_lasting,
+        rank=rank, pid=1, host="", count=9, phase=Phase.ended, step=12, num_done=3, time=0.0, **ended
     )
 
 

@@ -1,7 +1,6 @@
 """Runs are listed, stopped, continued and tidied up; nothing of a run that is at work is touched."""
 
 import fcntl
-import importlib.util
 import json
 import os
 import shutil
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -27,6 +25,7 @@ from diffusion.operations.costs import BUDGET, CostsFile, Kind, StartCosts
 from diffusion.operations.heartbeats import HeartbeatFile, HeartbeatRecord, Phase
 from diffusion.operations.runs import find_runs, find_superseded, is_running, read_status, stop
 from diffusion.operations.supervisor import SUPERVISED
+from scripts import runs as runs_command
 from tests.tools.training_runs import ROOT
 
 
@@ -35,15 +34,6 @@ def write_run(folder: Path, *overrides: str) -> Config:
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(to_public_yaml(config))
     return config
-
-
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("runs_script", ROOT / "scripts/runs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def beat(config: Config, *, host: str, pid: int, phase: Phase = Phase.step, age: float = 0.0) -> None:
@@ -74,12 +64,12 @@ def test_runs_are_found_and_each_says_how_it_stands(tmp_path, capsys):
     file.close()
     beat(configs["c"], host=socket.gethostname(), pid=os.getpid())
     assert find_runs([tmp_path]) == [tmp_path / "a", tmp_path / "c", tmp_path / "sweep/b"]
-    script().show_list([tmp_path])
+    runs_command.show_list([tmp_path])
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == [str(tmp_path / "a"), "finished", "1,234", "1", "12.00", "24.00"]
     assert "running" in lines[2]
     assert "budget spent" in lines[3]
-    script().show(tmp_path / "a")
+    runs_command.show(tmp_path / "a")
     shown = capsys.readouterr().out
     assert "66.7%" in shown
     assert "33.3%" in shown
@@ -149,15 +139,15 @@ def test_a_run_goes_on_with_the_command_of_its_supervisor(tmp_path, monkeypatch)
     run = tmp_path / "run"
     write_run(run)
     with pytest.raises(ConfigurationError, match="run"):
-        script().resume(run, [])
+        runs_command.resume(run, [])
     lock = supervise(run, os.getpid(), ["--hosts", "file", "--", "composer", "run.py", "a.yaml"])
     with pytest.raises(MachineError, match="run"):
-        script().resume(run, [])
+        runs_command.resume(run, [])
     os.close(lock)
     called: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda program, arguments: called.append(arguments))
     monkeypatch.chdir(tmp_path)
-    script().resume(run, ["operations.max_dollars=9"])
+    runs_command.resume(run, ["operations.max_dollars=9"])
     arguments = ["--hosts", "file", "--", "composer", "run.py", "a.yaml", "operations.max_dollars=9"]
     assert called == [[sys.executable, str(ROOT / "scripts/supervise.py"), *arguments]]
     assert Path.cwd() == run, "paths in the command are relative to where it was given"
@@ -176,9 +166,9 @@ def test_old_checkpoints_go_and_those_of_a_run_at_work_stay(tmp_path):
     shutil.rmtree(run / "heartbeats")
     assert [path.name for path in find_superseded(run, config, num_kept=1)] == ["ep0-ba2.pt", "ep0-ba6.pt"]
     names = ["ep0-ba2.pt", "ep0-ba4.pt", "ep0-ba6.pt", "ep0-ba8.pt", "ep0-ba10.pt"]
-    script().prune([tmp_path], 1, is_confirmed=False)
+    runs_command.prune([tmp_path], 1, is_confirmed=False)
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == names
-    script().prune([tmp_path], 1, is_confirmed=True)
+    runs_command.prune([tmp_path], 1, is_confirmed=True)
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["ep0-ba4.pt", "ep0-ba8.pt", "ep0-ba10.pt"]
 
 
@@ -190,7 +180,7 @@ def test_a_checkpoint_stays_that_is_half_written_or_with_which_another_run_began
     for step in (2, 4, 8):
         write_file(folder / f"ep0-ba{step}.pt", {"state": {"x": torch.zeros(8)}})
     (folder / "ep0-ba6.pt").write_bytes(b"being written")
-    script().prune([tmp_path], 1, is_confirmed=True)
+    runs_command.prune([tmp_path], 1, is_confirmed=True)
     assert [path.name for path in list_checkpoints(folder)] == ["ep0-ba4.pt", "ep0-ba6.pt", "ep0-ba8.pt"]
 
 
@@ -214,7 +204,7 @@ def test_a_run_that_cannot_be_read_is_named_and_the_others_are_pruned(tmp_path, 
     (tmp_path / "b/checkpoints").mkdir()
     for step in (2, 4):
         write_file(tmp_path / f"b/checkpoints/ep0-ba{step}.pt", {"state": {"x": torch.zeros(8)}})
-    script().prune([tmp_path], 1, is_confirmed=False)
+    runs_command.prune([tmp_path], 1, is_confirmed=False)
     output = capsys.readouterr().out
     assert f"{tmp_path}/a  is skipped: " in output
     assert f"{tmp_path}/b/checkpoints/ep0-ba2.pt\n" in output

@@ -14,9 +14,7 @@ from diffusion.operations.utilisation import (
     usage_between,
 )
 
-IDLE = Usage(
-    cpu=0.2, cpu_waiting=0.0, workers=0.1, disk_read=0, memory=0.3
-)  # fmt: skip
+IDLE = Usage(cpu=0.2, cpu_waiting=0.0, workers=0.1, disk_read=0, memory=0.3)
 LOADER = LoaderSettings(num_workers=8, num_cores=96, decodes=True)
 
 
@@ -51,9 +49,8 @@ def test_usage_between_two_readings():
     assert usage.cpu == pytest.approx(0.25)
     assert usage.cpu_waiting == pytest.approx(0.05)
     assert usage.memory == pytest.approx(0.6)
-    assert usage.workers == pytest.approx(
-        0.7
-    )  # Worker 3 belongs to the idle validation loader; 4 and 9 are not in both.
+    # Worker 3 belongs to the idle validation loader; 4 and 9 are not in both.
+    assert usage.workers == pytest.approx(0.7)
     assert usage_between(before, after, num_workers=0).workers is None
 
 

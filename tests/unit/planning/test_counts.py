@@ -124,5 +124,5 @@ def test_a_vae_with_a_discriminator_and_a_perceptual_loss(tmp_path):
     assert counts.frozen == num_parameters(built._frozen["perceptual"])
     config.autoencoder = AutoencoderConfig(vae=changes)
     assert parameter_counts(config) == (num_parameters(built.vae), 0, 0)
-    with pytest.raises(ConfigurationError, match="trains a VAE, but the rates of a fleet are of U-Nets"):
+    with pytest.raises(ConfigurationError, match="VAE"):
         rate_for(Fleet(name="measured", num_gpus=1, images_per_second={32: 100.0}), config)

@@ -1,6 +1,5 @@
 """Budgets of the published fleets are the published figures, and those of others follow from them."""
 
-import importlib.util
 import json
 from dataclasses import replace
 from typing import Any
@@ -32,6 +31,7 @@ from diffusion.planning.published import (
     PRICE_PER_A100_HOUR,
     TRAINING_A100_HOURS,
 )
+from scripts.plan import main as plan_command
 from tests.tools.training_runs import ROOT
 
 FAILURES = Failures()
@@ -76,7 +76,7 @@ def test_other_resolutions_and_networks_go_by_operations():
     small.data.resolution = 32
     assert rate_for(fleet, small) == pytest.approx(1_100 * 539_310_899_200 / 606_404_608)
     unknown: dict[str, Any] = {"down_block_types": ["AttnDownBlock2D", "CrossAttnDownBlock2D"]}
-    with pytest.raises(ConfigurationError, match="operations are not known"):
+    with pytest.raises(ConfigurationError, match=r"model\.network"):
         rate_for(fleet, replace(first, model=ModelConfig(architecture=Architecture.tiny, network=unknown)))
 
 
@@ -119,13 +119,9 @@ def test_memory_and_the_largest_microbatch(budgets):
 
 def test_the_command(capsys, tmp_path):
     """Two runs on the published fleets, and on one of the user's own."""
-    spec = importlib.util.spec_from_file_location("plan", ROOT / "scripts" / "plan.py")
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     runs = [str(ROOT / "yamls" / f"phase{phase}.yaml") for phase in (1, 2)]
     runs.append("data.remote=s3://bucket")
-    script.main([*runs, "--samples", "790e6", "300e6", "--storage-price", "23", "--json", str(tmp_path / "plan.json")])
+    plan_command([*runs, "--samples", "790e6", "300e6", "--storage-price", "23", "--json", str(tmp_path / "plan.json")])
     printed = capsys.readouterr().out
     for part in ("1,126,400,000 images (phase1)", "81.33", "$33,875", "3.79 GB", "16,716", "1.43", "GPU-hours"):
         assert part in printed
@@ -136,21 +132,21 @@ def test_the_command(capsys, tmp_path):
 
     path = tmp_path / "fleets.json"
     path.write_text(json.dumps([{"name": "ours", "num_gpus": 64, "images_per_second": {"256": 23_200}}]))
-    script.main([runs[0], "trainer.max_duration=275000ba", "--fleets", str(path)])
+    plan_command([runs[0], "trainer.max_duration=275000ba", "--fleets", str(path)])
     assert "0.28" in capsys.readouterr().out
-    with pytest.raises(ConfigurationError, match="2 runs: give one for each"):
-        script.main([*runs, "--samples", "1"])
+    with pytest.raises(ConfigurationError, match="--samples"):
+        plan_command([*runs, "--samples", "1"])
 
-    script.main([*runs, "--fleet", "phase1=32xA100", "phase2=64xA100", "--deadline", "12", "--dollars", "10000"])
+    plan_command([*runs, "--fleet", "phase1=32xA100", "phase2=64xA100", "--deadline", "12", "--dollars", "10000"])
     printed = capsys.readouterr().out
     assert "phase1 on 32 A100, phase2 on 64 A100" in printed
     (line,) = [line for line in printed.splitlines() if line.startswith("Within 12 days")]
     assert "phase1 on 32 A100, phase2 on 64 A100" not in line and "phase1 on 64 A100, phase2 on 64 A100" not in line
-    with pytest.raises(ConfigurationError, match="give NAME=NxKIND for each run: phase1, phase2"):
-        script.main([*runs, "--fleet", "phase1=32xA100"])
-    with pytest.raises(ConfigurationError, match="has no price"):
-        script.main([runs[0], "--fleets", str(path), "--deadline", "3"])
-    script.main(["--published"])
+    with pytest.raises(ConfigurationError, match=r"--fleet .*phase1, phase2"):
+        plan_command([*runs, "--fleet", "phase1=32xA100"])
+    with pytest.raises(ConfigurationError, match=r"--deadline .*ours"):
+        plan_command([runs[0], "--fleets", str(path), "--deadline", "3"])
+    plan_command(["--published"])
     assert "8.4" in capsys.readouterr().out
 
 
@@ -164,7 +160,7 @@ def test_a_fleet_for_each_run_costs_what_each_costs_alone(budgets):
     assert mixed.affordable_steps(first.cost + second.cost / 4) == [550_000, 212_500]
     assert mixed.affordable_steps(first.cost / 2) == [275_000, 0]
     assert fleet_called("32xa100", A100_FLEETS) is small and fleet_called("32 A100", A100_FLEETS) is small
-    with pytest.raises(ConfigurationError, match="there is no fleet 32xH200"):
+    with pytest.raises(ConfigurationError, match="32xH200"):
         fleet_called("32xH200", A100_FLEETS)
 
 
@@ -196,7 +192,7 @@ def test_fleets_from_files(tmp_path):
     path.write_text(json.dumps([{"name": "ours", "num_gpus": 64, "images_per_second": {"256": 30_000}}]))
     assert read_fleets(path) == [Fleet(name="ours", num_gpus=64, images_per_second={256: 30_000.0})]
     path.write_text('[{"name": "ours"}]')
-    with pytest.raises(ConfigurationError, match="is no list of fleets"):
+    with pytest.raises(ConfigurationError, match=str(path)):
         read_fleets(path)
 
     def measured(name: str, kind: str, size: int, rate: float) -> str:
@@ -214,7 +210,7 @@ def test_fleets_from_files(tmp_path):
     assert 64 * 500 * 0.3 < many.images_per_second[256] < 128 * 500
     assert one.deviation == 0.02
     path.write_text("{}")
-    with pytest.raises(ConfigurationError, match="holds no steps of the Trainer"):
+    with pytest.raises(ConfigurationError, match=str(path)):
         fleets_from_benchmark(path, [1], **options)
 
 

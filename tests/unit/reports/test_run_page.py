@@ -32,9 +32,8 @@ plugins:
 
 
 def at(second: int) -> str:
-    return (
-        datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone.utc) + datetime.timedelta(seconds=second)
-    ).isoformat()
+    begin = datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone.utc)
+    return (begin + datetime.timedelta(seconds=second)).isoformat()
 
 
 def start(step: int, second: int, **more: object) -> dict[str, object]:
@@ -160,13 +159,8 @@ def test_a_run_in_its_first_steps_has_a_page_that_says_what_would_make_the_missi
     folder = write_run(tmp_path / "run", [])
     write_report([read_run(folder)], folder / "report.html")
     page = (folder / "report.html").read_text()
-    for key in (
-        "samples.prompts",
-        "evaluate.py",
-        "trainer.eval_interval",
-        "loggers.utilisation_interval",
-        "starts.jsonl",
-    ):
+    keys = ("samples.prompts", "evaluate.py", "trainer.eval_interval", "loggers.utilisation_interval", "starts.jsonl")
+    for key in keys:
         assert key in page, key
     assert "<img" not in page
 
