@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from diffusion.distributed import rank
 from diffusion.errors import ConfigurationError, MachineError
-from diffusion.preparation.config import Engine, PrepareConfig, RayConfig
+from diffusion.preparation.config import Engine, RayConfig
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +64,6 @@ class Workers:
     """Processes; with 1 the calling process works. CPUs of a Ray cluster that is started on this machine."""
 
     ray: RayConfig = field(default_factory=RayConfig)
-
-    @classmethod
-    def from_config(cls, config: PrepareConfig) -> "Workers":
-        """Workers of a preparation."""
-        return cls(engine=config.engine, number=config.workers or available_cores(), ray=config.ray)
 
 
 def available_cores() -> int:

@@ -1,4 +1,4 @@
-"""What is measured of every image while it is decoded: hashes that tell copies, sharpness, sizes.
+"""Measures of an image, taken while it is decoded: hashes that identify copies, sharpness, file format.
 
 Everything but the hash of the file is computed from an image that was decoded at a fraction of its size, at a tenth of
 what decoding costs.

@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import psutil
+
 from diffusion import storage
 from diffusion.datasets.manifest import MANIFEST, SCAN
 from diffusion.errors import DataError, MachineError, UserError
@@ -187,7 +189,8 @@ def _other_writer(uri: str, token: str) -> str | None:
         return None  # There is none, or one that is being written in a store without atomic writes.
     try:
         age = time.time() - writer["time"]
-        if writer["token"] == token or age > _STALE_SECONDS or _is_dead(writer["host"], writer["pid"]):
+        is_dead = writer["host"] == socket.gethostname() and not psutil.pid_exists(writer["pid"])
+        if writer["token"] == token or age > _STALE_SECONDS or is_dead:
             return None
         other = f"process {writer['pid']} of {writer['host']}"
     except (KeyError, TypeError) as error:
@@ -196,16 +199,3 @@ def _other_writer(uri: str, token: str) -> str | None:
         f"{other} is writing to {storage.shown(uri).rpartition('/')[0]} (last heartbeat {age:.0f} s ago); wait for it, "
         f"or choose another folder. One that has crashed is forgotten after {_STALE_SECONDS:.0f} s"
     )
-
-
-def _is_dead(host: str, pid: int) -> bool:
-    """Whether a process of this machine has ended."""
-    if host != socket.gethostname():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    return False

@@ -1,7 +1,12 @@
 """Captioners and scorers: models that look at decoded images, named by import path.
 
-A plug-in is called with a batch of images and their captions. One with the attribute `reads_images = False` looks at
-captions alone: it gets None in place of each image, and no image is read.
+A plug-in is called with a batch: a sequence of images (decoded, upright, mode RGB, of any sizes) and the list of
+captions of each. Results must not depend on the other images of the batch.
+
+A captioner gets the captions of the source, which may be none, and returns a caption for each image; a blank one counts
+as none. A scorer gets the generated captions, too, and returns a number, a text or None for each image, in one data set
+either numbers or texts. A plug-in with the attribute `reads_images = False` gets None in place of each image, and no
+image is read.
 """
 
 import contextlib
@@ -9,7 +14,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
@@ -23,24 +28,6 @@ if TYPE_CHECKING:
     import torch
 
 Config = ScorerConfig | CaptionerConfig
-
-
-class ImagePlugin(Protocol):
-    """Computes a value for each image: a scorer; or writes a caption: a captioner."""
-
-    def __call__(self, images: Sequence[Image.Image], captions: Sequence[list[str]]) -> Sequence[Any]:
-        """Do a batch. Results must not depend on the other images of the batch.
-
-        Args:
-            images: decoded, upright, mode RGB, of any sizes.
-            captions: of each image. For a captioner those of the source, which may be none; for a scorer those that
-                were generated, too.
-
-        Returns:
-            Of a scorer a number, a text or None for each image, in one data set either numbers or texts. Of a captioner
-            a caption for each image; a blank one counts as none.
-        """
-        ...
 
 
 def named_plugins(config: PrepareConfig) -> list[tuple[str, Config]]:

@@ -12,7 +12,7 @@ from diffusion.config.loading import to_dict
 from diffusion.datasets.manifest import MANIFEST, SCAN, PreparedManifest
 from diffusion.errors import DataError
 from diffusion.preparation.config import PrepareConfig
-from diffusion.preparation.engine import Workers
+from diffusion.preparation.engine import Workers, available_cores
 from diffusion.preparation.explain import explain
 from diffusion.preparation.layout import LISTINGS, METADATA, REPORT_PAGE, SCORES, SELECTION, part_name
 from diffusion.preparation.output import claim, clear_folders, clear_result
@@ -77,7 +77,8 @@ def prepare(
     check_selection(config)
     settings = _settings(config)
     shard_format(settings).check()
-    workers, out = Workers.from_config(config), config.out
+    out = config.out
+    workers = Workers(engine=config.engine, number=config.workers or available_cores(), ray=config.ray)
     finished = None if overwrite else _read_manifest(out, settings)
     if removed is not None and finished is not None:
         take_down(out, read_keys(removed))

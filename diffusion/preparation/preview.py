@@ -12,10 +12,9 @@ from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.engine import Workers
 from diffusion.preparation.plugins import check_plugins
 from diffusion.preparation.records import Partition
-from diffusion.preparation.scan import Scan, Scanner, ScanTask
+from diffusion.preparation.scan import Scan, Scanner, ScanTask, open_configured
 from diffusion.preparation.score import score
 from diffusion.preparation.select import Selection, select
-from diffusion.preparation.sources import open_sources
 
 _PARTITIONS = 16
 """Partitions of a source, spread over it, from which the images are taken."""
@@ -33,9 +32,7 @@ def preview(config: PrepareConfig, number: int) -> Selection:
     """
     check_sections(config)
     check_plugins(config)
-    sources = open_sources(
-        config.sources, config.image_column, config.caption_column, config.limits, config.partition_size
-    )
+    sources = open_configured(config)
     with TemporaryDirectory(prefix="preview-", dir=config.scratch) as out:
         config = replace(config, out=out, buckets=replace(config.buckets, min_samples=None))
         scanner = Scanner(out, to_dict(config.limits))

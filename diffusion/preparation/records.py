@@ -221,7 +221,7 @@ def key_of(name: str) -> str:
     """Make a key of a file or member name; one that is not UTF-8 is escaped and gets a hash of its bytes."""
     if not has_surrogates(name):
         return name
-    # The hash tells a name that holds the escape literally from the name that holds the byte.
+    # The hash distinguishes a name with the byte from a name with the literal escape.
     digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
     return f"{clean_text(name)}~{digest}"
 

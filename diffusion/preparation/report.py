@@ -201,8 +201,7 @@ def _histograms(connection: "duckdb.DuckDBPyConnection", numbers: Sequence[str])
 def _edges(name: str, low: float, high: float) -> list[float]:
     if low == high:
         low, high = (low / 1.5, high * 1.5) if name in _LOGARITHMIC else (low - 0.5, high + 0.5)
-    edges = (np.geomspace if name in _LOGARITHMIC else np.linspace)(low, high, NUM_BINS + 1).tolist()
-    return [low, *edges[1:-1], high]
+    return (np.geomspace if name in _LOGARITHMIC else np.linspace)(low, high, NUM_BINS + 1).tolist()
 
 
 def _values(connection: "duckdb.DuckDBPyConnection", name: str) -> dict[str, dict[str, int]]:

@@ -11,7 +11,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -265,12 +265,10 @@ def _add_partitions(
     return grown
 
 
-@contextmanager
-def local_metadata(config: PrepareConfig, scan: Scan, source: int) -> Iterator[list[str]]:
+def local_metadata(config: PrepareConfig, scan: Scan, source: int) -> AbstractContextManager[list[str]]:
     """Patterns, for DuckDB, of the metadata of a source, given by its number; copies are gone after the block."""
     names = [part_name(one.number) for one in scan.partitions if one.source == source]
-    with _local_copies(storage.join(config.out, METADATA), names, config.scratch) as known:
-        yield known
+    return _local_copies(storage.join(config.out, METADATA), names, config.scratch)
 
 
 @contextmanager

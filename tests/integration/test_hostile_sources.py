@@ -15,12 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image, PngImagePlugin
-from streaming import LocalDataset, MDSWriter
+from streaming import MDSWriter
 
 from diffusion.datasets.images import decode_rgb
 from diffusion.preparation.config import BucketsConfig, DuplicatesConfig, LimitsConfig
 from tests.tools.image_files import encode, noise, sample, tree, write_folder, write_tar
-from tests.tools.preparing import prepare
+from tests.tools.preparing import prepare, read_samples
 from tests.tools.training_runs import ROOT, environment
 
 pytestmark = pytest.mark.slow
@@ -31,12 +31,7 @@ NUM = 17
 
 def samples_of(out: Path) -> dict[str, dict]:
     """Samples of a data set by key, each with its `split/bucket`."""
-    found = {}
-    for index in out.glob("*/*/index.json"):
-        dataset = LocalDataset(str(index.parent))
-        for i in range(len(dataset)):
-            found[dataset[i]["key"]] = dataset[i] | {"place": "/".join(index.parts[-3:-1])}
-    return found
+    return {one["key"]: one | {"place": folder} for folder, listed in read_samples(out).items() for one in listed}
 
 
 def reasons_of(out: Path) -> dict[str, str]:

@@ -1,8 +1,10 @@
-"""Preparations of tests: small shards, one worker, no report."""
+"""Preparations of tests: small shards, one worker, no report; and the samples of the result."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from streaming import LocalDataset
 
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.preparation.config import PrepareConfig
@@ -34,3 +36,11 @@ def prepare(
     manifest = prepare_from_config(config, stages=stages, removed=removed, overwrite=overwrite, report=report)
     assert manifest is not None
     return manifest
+
+
+def read_samples(out: str | Path) -> dict[str, list[dict[str, Any]]]:
+    """Return all samples in their order, by `<split>/<bucket>`."""
+    datasets = {
+        "/".join(index.parts[-3:-1]): LocalDataset(str(index.parent)) for index in Path(out).glob("*/*/index.json")
+    }
+    return {folder: [dataset[i] for i in range(len(dataset))] for folder, dataset in sorted(datasets.items())}

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from diffusion.datasets.encoded import EncodedManifest
-from diffusion.distributed import agree, has_process_group, on_first_rank, rank
+from diffusion.distributed import agree, has_process_group, on_first_rank
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.preparation.encoding.models import EncodingModels, Load
 from diffusion.preparation.encoding.output import (
@@ -122,7 +122,7 @@ class _Plan:
     """An encoding, the same on all ranks."""
 
     name: str
-    """Tells this encoding from every other one of the process group."""
+    """Unique within the process group."""
     outputs: list[Output]
     tasks: list[ShardTask]
     """Prepared shards that are missing."""
@@ -172,7 +172,7 @@ def _encode_as_rank(
         while (number := counters.add("taken", 1) - 1) < len(plan.tasks) and not counters.add("failed", 0):
             yield plan.tasks[number]
 
-    with _progress(plan, counters, shown=progress and rank() == 0) as count:
+    with _progress(plan, counters, shown=progress) as count:
         try:
             for shard in encode_tasks(taken()):
                 count(shard)

@@ -4,7 +4,7 @@ Shape letters: B batch, C channels, H W height and width of the latent, K captio
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -132,9 +132,8 @@ class Encoder:
             hidden, pooled = encode_tokens(text_encoder, token_ids, self._num_chunks)
         return TextEncoding(self._to_host(hidden), self._to_host(pooled))
 
-    def _autocast(self):
-        bf16 = self._precision == "bf16"
-        return torch.autocast(self.device.type, torch.bfloat16) if bf16 else nullcontext()
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self._precision == "bf16")
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         """Start to copy a tensor to pinned memory, as float16."""

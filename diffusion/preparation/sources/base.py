@@ -109,7 +109,8 @@ class Source:
         except UnfitFileError as error:
             if error.reason is Reason.MISSING_IMAGE and partition.version:
                 raise self.gone_error(partition.file) from error
-            yield rejected(self.prefix(partition.file), error, Location(file=partition.file, version=partition.version))
+            location = Location(file=partition.file, version=partition.version)
+            yield Rejected(self.prefix(partition.file), error.reason, location, error.detail)
 
     def images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
         """Yield the image files of some records of a partition, in the order in which `scan` yields them.
@@ -239,8 +240,3 @@ def compare(found: Sequence[Partition], known: Sequence[str], only: Mapping[str,
 def size_of_partitions(given: int | None, num_images: int) -> int:
     """Return the images of a partition: a function of the content, so that the bytes do not depend on the workers."""
     return given or min(MANY, max(FEW, -(-num_images // PARTITIONS)))
-
-
-def rejected(key: str, error: UnfitFileError, location: Location) -> Rejected:
-    """Make the rejection of a file that is not read."""
-    return Rejected(key, error.reason, location, error.detail)

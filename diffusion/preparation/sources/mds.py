@@ -28,7 +28,7 @@ from diffusion.preparation.records import (
     key_of,
     make_record,
 )
-from diffusion.preparation.sources.base import Source, compare, rejected
+from diffusion.preparation.sources.base import Source, compare
 from diffusion.preparation.sources.reading import (
     UnfitFileError,
     file_of,
@@ -139,7 +139,7 @@ class MDSSource(Source):
             location = Location(file=partition.file, version=partition.version, row=number)
             index = partition.start + number
             if isinstance(values, UnfitFileError):
-                yield rejected(f"{self.prefix(partition.file)}#{number}", values, location)
+                yield Rejected(f"{self.prefix(partition.file)}#{number}", values.reason, location, values.detail)
                 continue
             if self.prepared is not None:
                 key = f"{self.name}/{key_of(decode_text(values['key']))}"
@@ -218,7 +218,7 @@ class MDSSource(Source):
             captions = _decode(columns.encodings[columns.caption], values[columns.caption])
             image = _image_of(columns.encodings[columns.image], values[columns.image])
         except UnfitFileError as error:
-            return rejected(key, error, location)
+            return Rejected(key, error.reason, location, error.detail)
         except (ValueError, TypeError) as error:
             return Rejected(key, Reason.INVALID_JSON, location, str(error)[:80])
         return make_record(key, image, captions, metadata, location)

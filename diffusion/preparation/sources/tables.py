@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from diffusion.errors import DataError, MachineError
 from diffusion.preparation.records import Location, Partition, Reason, Record, Rejected, make_record, not_successful
-from diffusion.preparation.sources.base import MAX_CAPTIONS, Source, rejected
+from diffusion.preparation.sources.base import MAX_CAPTIONS, Source
 from diffusion.preparation.sources.reading import UnfitFileError, printable, read_below
 from diffusion.storage import shown
 
@@ -119,7 +119,7 @@ class TableSource(Source):
         try:
             image, path = self._image(location.file, batch.column(columns.image)[at])
         except UnfitFileError as error:
-            return rejected(key, error, location)
+            return Rejected(key, error.reason, location, error.detail)
         if path:
             metadata["image_path"] = path
         return make_record(key, image, _value_of(caption), metadata, location)

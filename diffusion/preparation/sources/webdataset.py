@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, ClassVar
 
 from diffusion.datasets.images import EXTENSIONS
 from diffusion.preparation.records import Location, Partition, Reason, Record, Rejected, key_of, record_of_files
-from diffusion.preparation.sources.base import Source, rejected
+from diffusion.preparation.sources.base import Source
 from diffusion.preparation.sources.reading import UnfitFileError
 
 _HEADER_BYTES = 2**20
@@ -81,7 +81,7 @@ class WebDatasetSource(Source):
                     continue
                 seen.add(found.stem)
                 if found.problem is not None:
-                    yield rejected(key, found.problem, location)
+                    yield Rejected(key, found.problem.reason, location, found.problem.detail)
                 else:
                     detail = ascii(f"besides: .{', .'.join(found.others)}")[1:-1] if found.others else ""
                     image, text, values = map(found.contents.get, ("image", "txt", "json"))

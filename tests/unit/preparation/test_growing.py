@@ -4,7 +4,6 @@ import os
 import shutil
 
 import pytest
-from streaming import LocalDataset
 
 from diffusion import storage
 from diffusion.datasets.manifest import PreparedManifest
@@ -12,7 +11,7 @@ from diffusion.errors import DataError
 from diffusion.preparation.config import DuplicatesConfig
 from diffusion.preparation.takedown import take_down
 from tests.tools.image_files import noise, sample, tree, write_folder, write_tar
-from tests.tools.preparing import prepare
+from tests.tools.preparing import prepare, read_samples
 from tests.unit.preparation.test_takedown import contents
 
 OPTIONS = {"edges": [16, 34], "shard_bytes": 8000, "window_bytes": 20_000, "partition_size": 6,
@@ -29,12 +28,7 @@ def grow(folder):
 
 def keys(out):
     """Keys of all samples by split and bucket, in their order."""
-    found = {}
-    for split, buckets in PreparedManifest.read(out).splits.items():
-        for bucket in buckets:
-            dataset = LocalDataset(str(out / split / bucket))
-            found[split, bucket] = [dataset[i]["key"] for i in range(len(dataset))]
-    return found
+    return {folder: [one["key"] for one in listed] for folder, listed in read_samples(out).items()}
 
 
 def test_what_a_source_gained_is_added_behind(tmp_path):

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
-from streaming import LocalDataset, MDSWriter
+from streaming import MDSWriter
 
 from diffusion.config.loading import from_dict
 from diffusion.datasets.images import decode_rgb
@@ -27,24 +27,13 @@ from diffusion.preparation.prepare import STAGES, _settings, explain_selection
 from diffusion.preparation.prepare import prepare as prepare_from_config
 from diffusion.preparation.write import COLUMNS
 from tests.tools.image_files import encode, noise, sample, tree, write_folder, write_tar
-from tests.tools.preparing import prepare
+from tests.tools.preparing import prepare, read_samples
 from tests.tools.scored_data import CALLS
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "prepare.py"
 
 FINE = {"edges": [16, 34], "shard_bytes": 8000, "window_bytes": 9000, "partition_size": 3, "validation_fraction": 0.2}
 """With 60 images of `write_folder`: about 20 windows in three write tasks, several shards each."""
-
-
-def read_all(out):
-    """Return the samples of all folders in order, by split and bucket."""
-    manifest = PreparedManifest.read(Path(out))
-    found = {}
-    for split, buckets in manifest.splits.items():
-        for bucket in buckets:
-            dataset = LocalDataset(str(Path(out) / split / bucket))
-            found[split, bucket] = [dataset[index] for index in range(len(dataset))]
-    return found
 
 
 def shards(files):
@@ -104,7 +93,7 @@ def test_hostile_images(hostile, tmp_path):
     assert [example.key for example in manifest.rejected["undecodable"].examples] == [
         f"hostile/{name}" for name in ("text.jpg", "truncated.jpg", "truncated.png", "zero.png")
     ]
-    samples = {one["key"]: one for one in read_all(tmp_path / "out")["train", "16-32"]}
+    samples = {one["key"]: one for one in read_samples(tmp_path / "out")["train/16-32"]}
     assert len(samples) == manifest.kept == 7
     for key, one in samples.items():
         assert one["image"] == (tmp_path / key).read_bytes()
@@ -136,9 +125,9 @@ def test_three_layouts(tmp_path):
         (tmp_path.name, "webdataset", 20, 20),
         ("x.parquet", "parquet", 10, 10),
     ]
-    found = read_all(out)
-    assert {place: len(samples) for place, samples in found.items()} == {
-        (split, bucket): entry.num_samples
+    found = read_samples(out)
+    assert {folder: len(samples) for folder, samples in found.items()} == {
+        f"{split}/{bucket}": entry.num_samples
         for split, buckets in manifest.splits.items()
         for bucket, entry in buckets.items()
     }
@@ -146,9 +135,9 @@ def test_three_layouts(tmp_path):
     assert list(manifest.splits["train"]) == ["16-32", "32-64", "64-up"]
     assert manifest.splits["train"]["32-64"].num_shards > 1
     assert sum(map(len, found.values())) == 42 == manifest.kept
-    for (_, bucket), samples in found.items():
+    for folder, samples in found.items():
         for one in samples:
-            low, _, high = bucket.partition("-")
+            low, _, high = folder.partition("/")[2].partition("-")
             assert int(low) <= min(one["width"], one["height"]) < (10**9 if high == "up" else int(high))
     by_key = {one["key"]: one for samples in found.values() for one in samples}
     assert by_key[f"{tmp_path.name}/1.tar/004"]["metadata"] == {"status": "success", "number": 4}
@@ -164,9 +153,9 @@ def test_order_is_shuffled_and_depends_on_the_seed(tmp_path):
     listed, validation = [], []
     for name, seed, fraction in (("a", 1, 0.1), ("b", 1, 0.3), ("c", 2, 0.3)):
         prepare([tmp_path / "set"], tmp_path / name, edges=[16], seed=seed, validation_fraction=fraction)
-        found = read_all(tmp_path / name)
-        listed.append([int(one["key"][4:8]) for one in found["train", "16-up"]])
-        validation.append({int(one["key"][4:8]) for one in found["validation", "16-up"]})
+        found = read_samples(tmp_path / name)
+        listed.append([int(one["key"][4:8]) for one in found["train/16-up"]])
+        validation.append({int(one["key"][4:8]) for one in found["validation/16-up"]})
     assert abs(sum(listed[0][:50]) / 50 - 60) < 20, "the first ones are of the whole source"
     assert [number for number in listed[0] if number in listed[1]] == listed[1], "a larger share takes more away"
     assert validation[0] < validation[1]
@@ -198,7 +187,7 @@ def test_shards_are_those_of_streaming(tmp_path):
         out, again = tmp_path / f"out {compression}", tmp_path / f"again {compression}"
         hashes = ["sha1", "xxh64"]
         prepare([tmp_path / "set"], out, edges=[16], shard_bytes=9000, compression=compression, hashes=hashes)
-        samples = samples or read_all(out)["train", "16-up"]
+        samples = samples or read_samples(out)["train/16-up"]
         stock = {"columns": COLUMNS, "size_limit": 9000, "hashes": hashes, "compression": compression}
         with MDSWriter(out=str(again), **stock) as writer:
             for one in samples:
@@ -215,7 +204,7 @@ def test_a_sample_larger_than_a_shard(tmp_path):
     write_folder(tmp_path / "set", 3, side=60)
     manifest = prepare([tmp_path / "set"], tmp_path / "out", edges=[16], shard_bytes=5000)
     assert manifest.splits["train"]["16-up"].num_shards == 3
-    assert len(read_all(tmp_path / "out")["train", "16-up"]) == 3
+    assert len(read_samples(tmp_path / "out")["train/16-up"]) == 3
 
 
 def test_upscaling_is_named_where_images_are_too_small(tmp_path, caplog):
@@ -237,7 +226,7 @@ def test_duplicates_are_dropped(tmp_path):
     manifest = prepare([tmp_path / "a", tmp_path / "b"], tmp_path / "out", **options)
     assert {reason: entry.count for reason, entry in manifest.rejected.items()} == {"duplicate": 8, "near_duplicate": 1}
     assert (manifest.seen, manifest.kept) == (19, 10)
-    samples = read_all(tmp_path / "out")["train", "16-up"]
+    samples = read_samples(tmp_path / "out")["train/16-up"]
     names = [Path(one["key"]).name for one in samples]
     assert sorted(set(names) - {"near.png", "0003.png"}) == [f"{i:04}.png" for i in range(10) if i != 3]
     for entry in manifest.rejected.values():
@@ -436,7 +425,7 @@ def test_positions_of_an_unknown_selection_are_not_taken_for_finished(tmp_path):
         path.unlink()
     where = "key like '%0000.png'"
     assert prepare([tmp_path / "set"], out, edges=[16], where=where).kept == 1
-    assert [len(samples) for samples in read_all(out).values()] == [1]
+    assert [len(samples) for samples in read_samples(out).values()] == [1]
 
 
 def test_a_column_of_another_tool(tmp_path):
@@ -590,8 +579,8 @@ def test_real_images(data_folder, tmp_path):
     out = tmp_path / "out"
     manifest = prepare(sources, out, edges=[64, 128, 256, 512], validation_fraction=0.05, num_workers=2)
     assert (manifest.seen, manifest.kept, manifest.rejected) == (1800, 1800, {})
-    found = read_all(out)
-    assert Counter(bucket for (_, bucket), samples in found.items() for _ in samples) == {
+    found = read_samples(out)
+    assert Counter(folder.partition("/")[2] for folder, samples in found.items() for _ in samples) == {
         "512-up": 400,
         "128-256": 1000,
         "64-128": 400,

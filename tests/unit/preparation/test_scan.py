@@ -40,6 +40,20 @@ def by_key(out: Path) -> dict[str, dict]:
     return {row["key"]: row for row in rows_of(out)}
 
 
+def stop(sources, out, monkeypatch, number=1, **keys) -> None:
+    """End a scan before it writes the metadata of a partition."""
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        count, write = iter(range(100)), storage.write
+
+        def fail(uri, content):
+            if "metadata" in uri and next(count) == number:
+                raise KeyboardInterrupt
+            write(uri, content)
+
+        patch.setattr(scan_module.storage, "write", fail)
+        scan(sources, out, **keys)
+
+
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """Ten images, 0000 to 0009."""
@@ -133,16 +147,7 @@ def test_partitions_of_several_sources(folder, out, tmp_path):
 def test_interrupted_and_continued(folder, out, tmp_path, monkeypatch, number):
     """With the partitions that it began with; what the folder has gained comes behind them."""
     scan([folder], tmp_path / "undisturbed", partition_size=4)
-    count, write = iter(range(100)), storage.write
-
-    def fail(uri, content):
-        if "metadata" in uri and next(count) == number:
-            raise KeyboardInterrupt
-        write(uri, content)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(scan_module.storage, "write", fail)
-        scan([folder], out, partition_size=4)
+    stop([folder], out, monkeypatch, number, partition_size=4)
     if number == 2:
         write_folder(folder, 2, start=20)
         scan([folder], tmp_path / "undisturbed", partition_size=4)
@@ -304,20 +309,6 @@ def test_what_was_taken_down_after_the_scan_is_not_new(folder, out):
     assert tree(out) == before
     write_folder(folder, 1, start=30)
     assert len(scan([folder], out, partition_size=4).partitions) == 4
-
-
-def stop(sources, out, monkeypatch, **keys) -> None:
-    """End a scan before its second partition."""
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        count, write = iter(range(100)), storage.write
-
-        def fail(uri, content):
-            if "metadata" in uri and next(count) == 1:
-                raise KeyboardInterrupt
-            write(uri, content)
-
-        patch.setattr(scan_module.storage, "write", fail)
-        scan(sources, out, **keys)
 
 
 def test_a_source_that_is_added_to_an_interrupted_scan(folder, out, tmp_path, monkeypatch):

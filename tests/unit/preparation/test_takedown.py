@@ -4,7 +4,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from streaming import LocalDataset
 
 from diffusion import storage
 from diffusion.datasets.manifest import PreparedManifest
@@ -15,6 +14,7 @@ from diffusion.preparation.metadata import hash_key, removed_row
 from diffusion.preparation.removed import add_removed, read_keys, read_removed
 from diffusion.preparation.takedown import take_down
 from tests.tools.image_files import tree
+from tests.tools.preparing import read_samples
 from tests.tools.selected_data import make_images, select_images
 from tests.tools.written_data import write_encoded, write_prepared
 
@@ -49,15 +49,6 @@ def data(tmp_path):
     return data
 
 
-def samples(out):
-    """All samples in their order, by `<split>/<bucket>`."""
-    found = {}
-    for index in sorted(Path(out).glob("*/*/index.json")):
-        dataset = LocalDataset(str(index.parent))
-        found["/".join(index.parts[-3:-1])] = [dataset[i] for i in range(len(dataset))]
-    return found
-
-
 def contents(out):
     """Bytes of each file; of parquet files also their columns as text, which may be compressed."""
     for name, content in tree(Path(out)).items():
@@ -90,7 +81,7 @@ def test_marks_name_the_samples(data):
     found = take_down(data.out, asked)
     assert (found.absent, found.num_rewritten) == (["set/nothing.png"], 0)
     marks = json.loads(Path(data.out, "withdrawn.json").read_text())
-    every = samples(data.out)
+    every = read_samples(data.out)
     assert {every[place][i]["key"] for place, indices in marks.items() for i in indices} == asked - {"set/nothing.png"}
     assert json.loads(Path(data.out, "removed.json").read_text()) == sorted(map(hash_key, asked))
     now = tree(Path(data.out))
@@ -116,9 +107,9 @@ def test_nothing_of_an_erased_image_is_left(data, number):
 
 def test_other_samples_stay_as_they_were(data):
     asked = {data.key(3), data.key(TAKEN)}
-    before = samples(data.out)
+    before = read_samples(data.out)
     found = take_down(data.out, asked, erase=True)
-    after = samples(data.out)
+    after = read_samples(data.out)
     for place, old in before.items():
         for one, other in zip(old, after[place], strict=True):
             if one["key"] in asked:
@@ -163,9 +154,9 @@ def test_rows_that_were_erased_already():
 def test_a_second_erasure_in_the_same_shard(data):
     for number in range(0, 20, 2):
         take_down(data.out, {data.key(number)}, erase=True)
-    left = {one["key"] for listed in samples(data.out).values() for one in listed} - {""}
+    left = {one["key"] for listed in read_samples(data.out).values() for one in listed} - {""}
     assert left == {data.key(i) for i in range(35) if i not in (20, 22) and (i > 19 or i % 2)}
-    assert sum(not one["key"] for listed in samples(data.out).values() for one in listed) == 10
+    assert sum(not one["key"] for listed in read_samples(data.out).values() for one in listed) == 10
     assert any(".r2.mds" in name for name in tree(Path(data.out)))
 
 
@@ -187,15 +178,15 @@ def test_stopped_at_any_write_and_continued(data, monkeypatch, step):
     try:
         take_down(data.out, asked, erase=True)
     except StopError:
-        assert sum(map(len, samples(data.out).values())) == sum(SIZES) - 2, "it can be read"
+        assert sum(map(len, read_samples(data.out).values())) == sum(SIZES) - 2, "it can be read"
     monkeypatch.undo()
     take_down(data.out, asked, erase=True)
     for number in (3, TAKEN, DUPLICATE):
         assert files_with(data.out, *needles(data, number)) == set()
-    assert sum(map(len, samples(data.out).values())) == sum(SIZES) - 2
+    assert sum(map(len, read_samples(data.out).values())) == sum(SIZES) - 2
     marks = json.loads(Path(data.out, "withdrawn.json").read_text())
     blank = {
-        (place, i) for place, listed in samples(data.out).items() for i, one in enumerate(listed) if not one["key"]
+        (place, i) for place, listed in read_samples(data.out).items() for i, one in enumerate(listed) if not one["key"]
     }
     assert blank == {(place, i) for place, indices in marks.items() for i in indices}
     for split, buckets in PreparedManifest.read(data.out).splits.items():
@@ -211,7 +202,7 @@ def test_data_can_grow_after_an_erasure(data):
     assert [one.kept for one in grown.write(**options).generations] == [33, 6]
     now = tree(Path(data.out))
     assert {name: now[name] for name in before} == before
-    assert sum(one["key"] == "" for listed in samples(data.out).values() for one in listed) == 1
+    assert sum(one["key"] == "" for listed in read_samples(data.out).values() for one in listed) == 1
 
 
 @pytest.mark.parametrize("number", [TAKEN, 37])
@@ -272,12 +263,12 @@ def write_version_1(root):
 def test_prepared_data_of_version_1(tmp_path):
     out = tmp_path / "out"
     write_version_1(out)
-    image = samples(out)["train/32-up"][4]["image"]
-    before = samples(out)["train/32-up"]
+    image = read_samples(out)["train/32-up"][4]["image"]
+    before = read_samples(out)["train/32-up"]
     assert take_down(str(out), {"32-up/4"}).marks == {"train/32-up": [4, 7]}
     take_down(str(out), {"32-up/4"}, erase=True)
     assert files_with(out, image, b"32-up/4", b"32-up/7", b"4 32-up 0") == set()
-    after = samples(out)["train/32-up"]
+    after = read_samples(out)["train/32-up"]
     assert [one for i, one in enumerate(after) if i not in (4, 7)] == [
         one for i, one in enumerate(before) if i not in (4, 7)
     ]
@@ -296,9 +287,9 @@ def test_encoded_data(tmp_path):
         take_down(str(out), {"32-up/4"})
     write_json(out / "manifest.json", {"kind": "encoded", "version": 1})
     assert take_down(str(out), {"32-up/4", "32-up/8"}).marks == {"train/32-up": [4, 8]}
-    before = samples(out)["train/32-up"]
+    before = read_samples(out)["train/32-up"]
     assert take_down(str(out), set(), erase=True).num_rewritten >= 1
-    after = samples(out)["train/32-up"]
+    after = read_samples(out)["train/32-up"]
     for i, (one, other) in enumerate(zip(before, after, strict=True)):
         assert other["key"] == ("" if i in (4, 8) else one["key"])
         assert (other["latent_mean"] == (0 if i in (4, 8) else one["latent_mean"])).all()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from streaming import LocalDataset, StreamingDataset
+from streaming import StreamingDataset
 
 from diffusion import storage
 from diffusion.datasets.manifest import PreparedManifest
@@ -15,6 +15,7 @@ from diffusion.errors import ConfigurationError, DataError
 from diffusion.preparation import write as module
 from diffusion.preparation.write import COLUMNS
 from tests.tools.image_files import tree
+from tests.tools.preparing import read_samples
 from tests.tools.selected_data import make_images, select_images
 
 SIZES = (7, 5, 9, 6, 8, 1, 12, 4, 6)
@@ -25,15 +26,6 @@ def build(root, sizes=SIZES, name="out", **options):
     return select_images(str(root / name), source, sizes, **options)
 
 
-def samples(out):
-    """Samples of all folders in order, by `split/bucket`."""
-    found = {}
-    for index in sorted(Path(out).glob("*/*/index.json")):
-        dataset = LocalDataset(str(index.parent))
-        found["/".join(index.parts[-3:-1])] = [dataset[i] for i in range(len(dataset))]
-    return found
-
-
 def shards(out):
     return {name: content for name, content in tree(Path(out)).items() if name.endswith(".mds")}
 
@@ -41,7 +33,7 @@ def shards(out):
 def test_samples_are_the_selected_images(tmp_path):
     data = build(tmp_path, scored=True, rejected=[5, 8])
     manifest = data.write(scorers=[{"column": "score"}], captioner={"path": "x"})
-    found = {one["key"]: (place, one) for place, listed in samples(data.out).items() for one in listed}
+    found = {one["key"]: (place, one) for place, listed in read_samples(data.out).items() for one in listed}
     assert set(found) == {data.key(number) for number in range(sum(SIZES)) if number not in (5, 8)}
     for number in set(range(sum(SIZES))) - {5, 8}:
         place, one = found[data.key(number)]
@@ -56,7 +48,7 @@ def test_samples_are_the_selected_images(tmp_path):
     assert [(one.name, one.seen, one.kept) for one in manifest.sources] == [("set", 58, 56)]
     assert {
         f"{split}/{name}": entry.num_samples for split, of in manifest.splits.items() for name, entry in of.items()
-    } == {place: len(listed) for place, listed in samples(data.out).items()}
+    } == {place: len(listed) for place, listed in read_samples(data.out).items()}
     assert list(manifest.splits) == ["train", "validation"]
     assert PreparedManifest.read(data.out) == manifest
 
@@ -64,7 +56,7 @@ def test_samples_are_the_selected_images(tmp_path):
 def test_without_plugins_captions_and_metadata_are_those_of_the_source(tmp_path):
     data = build(tmp_path, (4,))
     data.write()
-    for listed in samples(data.out).values():
+    for listed in read_samples(data.out).values():
         for one in listed:
             assert (one["captions"], one["metadata"]) == (
                 [f"caption of {one['metadata']['number']}"],
@@ -75,7 +67,7 @@ def test_without_plugins_captions_and_metadata_are_those_of_the_source(tmp_path)
 def test_a_stock_streaming_dataset_reads_it(tmp_path):
     plain, data = build(tmp_path, name="plain"), build(tmp_path, name="compressed")
     plain.write(), data.write(compression="zstd:3", hashes=["sha1", "xxh64"])
-    for place, expected in samples(plain.out).items():
+    for place, expected in read_samples(plain.out).items():
         stock = StreamingDataset(local=f"{data.out}/{place}", shuffle=False, batch_size=1)
         assert [one["key"] for one in stock] == [one["key"] for one in expected]
 
@@ -100,7 +92,7 @@ def test_a_sample_that_is_larger_than_a_shard(tmp_path):
 def test_samples_of_a_window_are_shuffled_and_windows_are_not_mixed(tmp_path):
     data = build(tmp_path, (20, 20, 20, 20), tasks=[[[2, 0], [1, 3]]])
     data.write(shard_mb=1, window_mb=1)
-    listed = [int(one["key"][4:8]) for one in samples(data.out)["train/24x32"]]
+    listed = [int(one["key"][4:8]) for one in read_samples(data.out)["train/24x32"]]
     assert {number // 20 for number in listed[: len(listed) // 2]} == {0, 2}
     first = listed[: len(listed) // 2]
     assert first != sorted(first)
@@ -130,7 +122,7 @@ def test_a_large_partition_is_written_in_pieces(tmp_path, monkeypatch, scratch):
     data.write(shard_mb=1, window_mb=15_000 / 2**20, scratch=str(tmp_path) if scratch else None)
     assert written[0] < 10
     assert max(held) < 15
-    assert sum(map(len, samples(data.out).values())) == 40
+    assert sum(map(len, read_samples(data.out).values())) == 40
 
 
 @pytest.mark.parametrize("changes", [{"workers": 3}, {"scratch": "scratch"}])
@@ -237,13 +229,13 @@ def test_a_finished_data_set_of_another_selection_is_refused(tmp_path):
 def test_growing_appends(tmp_path):
     data = build(tmp_path)
     first = data.write()
-    before, keys = tree(Path(data.out)), samples(data.out)
+    before, keys = tree(Path(data.out)), read_samples(data.out)
     grown = select_images(data.out, data.source, (6, 7), before=data)
     second = grown.write()
     now = tree(Path(data.out))
     same = [name for name in before if name.endswith(".mds") or (name.startswith("positions") and ".parquet" in name)]
     assert {name: now[name] for name in same} == {name: before[name] for name in same}
-    for place, listed in samples(data.out).items():
+    for place, listed in read_samples(data.out).items():
         old = [one["key"] for one in keys[place]]
         assert [one["key"] for one in listed][: len(old)] == old
     assert [one.kept for one in second.generations] == [58, 13]
@@ -292,14 +284,14 @@ def test_an_unfinished_growth_with_another_selection(tmp_path, monkeypatch):
     other = select_images(data.out, data.source, (6, 7), before=data, rejected=[12], identity="b")
     other.write()
     assert {name: content for name, content in shards(data.out).items() if "shard.00000" in name} == finished
-    keys = [one["key"] for listed in samples(data.out).values() for one in listed]
+    keys = [one["key"] for listed in read_samples(data.out).values() for one in listed]
     assert sorted(keys) == [data.key(number) for number in range(24) if number != 12]
 
 
 def test_positions_find_each_sample(tmp_path):
     data = build(tmp_path)
     data.write()
-    found = samples(data.out)
+    found = read_samples(data.out)
     starts = {}
     for index in Path(data.out).glob("*/*/index.json"):
         first = 0
