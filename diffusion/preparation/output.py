@@ -172,7 +172,7 @@ def _heartbeat(out: str) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-        if not lost:
+        if not lost and _other_writer(uri, token) is None:
             storage.delete([uri])
 
 

@@ -132,8 +132,8 @@ def scan_sources(
         The scan; all its partitions have metadata.
 
     Raises:
-        DataError: a source is missing or unknown; the data set is of other sources or settings, or a source has changed
-            in what was scanned before.
+        DataError: a source is missing or unknown, or none holds an image; the data set is of other sources or settings,
+            or a source has changed in what was scanned before.
         MachineError: a file cannot be read or written, or a worker died.
     """
     sources = open_configured(config)
@@ -157,6 +157,8 @@ def scan_sources(
         listed = [source.partitions() for source in sources]  # Their mistakes are found before anything is removed.
         clear(config.out)
         scan = _add_partitions(config, Scan(sources, [], settings), workers, listed)
+    if not scan.partitions:
+        raise DataError(f"there is no image in {', '.join(source.path for source in sources)}")
     _run_missing(config.out, scan, workers, progress)
     clear_folders(config.out, LISTINGS)
     return scan

@@ -134,6 +134,15 @@ def test_a_writer_that_was_taken_over_ends(tmp_path, monkeypatch, quick):
     assert json.loads((tmp_path / WRITER).read_text()) == writer
 
 
+def test_the_heartbeat_of_a_successor_stays(tmp_path, monkeypatch, quick):
+    monkeypatch.setattr(output, "lock", unsupported)
+    monkeypatch.setattr(output, "_RENEWAL_SECONDS", 60)
+    writer = json.dumps({"host": "far", "pid": 1, "token": "x", "time": time.time()})
+    with claim(str(tmp_path), KIND):
+        (tmp_path / WRITER).write_text(writer)
+    assert (tmp_path / WRITER).read_text() == writer
+
+
 def test_only_data_sets_are_written_to(out):
     storage.write(storage.join(out, "train", "thesis.doc"), b"precious")
     with pytest.raises(DataError, match="train"), claim(out, KIND):

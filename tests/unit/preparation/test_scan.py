@@ -318,6 +318,13 @@ def test_a_source_that_is_added_to_an_interrupted_scan(folder, out, tmp_path, mo
     assert len(by_key(out)) == 14
 
 
+def test_sources_without_images(out, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "metadata.jsonl").touch()
+    with pytest.raises(DataError, match="empty"):
+        scan([tmp_path / "empty"], out)
+
+
 def test_what_a_killed_process_left_is_no_metadata(folder, out):
     scan([folder], out)
     before = Scan.read(str(out))
