@@ -20,7 +20,8 @@ from diffusion.errors import ConfigurationError
 from diffusion.evaluation.config import CompositionalConfig
 from diffusion.evaluation.prompts import Prompt
 from diffusion.evaluation.protocol import Protocol as NumberProtocol
-from diffusion.evaluation.suites import Suite, content_hash
+from diffusion.evaluation.protocol import content_hash
+from diffusion.evaluation.suites import Suite
 from diffusion.models.pretrained import freeze, module_identity
 
 SHAPES = "shapes"

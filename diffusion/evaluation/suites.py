@@ -1,7 +1,5 @@
 """Suites: prompts of their own, whose images a detector, or a model that answers questions, judges one by one."""
 
-import hashlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -96,8 +94,3 @@ class Suite(ABC, Generic[AnyItem]):
         values = self.values(list(zip(of_images, found, strict=True)))
         protocols = self.protocols(images)
         return {name: Number(value=values[name], protocol=protocols[name]) for name in protocols}
-
-
-def content_hash(content: Any) -> str:
-    """Hash of JSON, 16 hexadecimal digits."""
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
