@@ -14,8 +14,8 @@ from typing import Any
 from PIL import Image
 
 from diffusion.errors import ConfigurationError
-from diffusion.evaluation.protocol import Protocol
-from diffusion.evaluation.suites import Suite, content_hash
+from diffusion.evaluation.protocol import Protocol, content_hash
+from diffusion.evaluation.suites import Suite
 from diffusion.evaluation.vqa import ASKED, Vqa
 
 

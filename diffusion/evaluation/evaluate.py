@@ -79,8 +79,7 @@ class Evaluation:
         self.folder = Path(config.output_folder).expanduser()
         self.device = agree(lambda: rank_device(config.device))
         cache = Path(config.reference_cache or self.folder / "reference").expanduser()
-        self.metrics = Metrics(config=config, device=self.device, cache=cache)
-        agree(self.metrics.open)
+        self.metrics = agree(lambda: Metrics(config=config, device=self.device, cache=cache))
         self.prompts: list[Prompt] = agree(self._read_prompts)
         self.suites: dict[str, Suite[Any]] = agree(
             lambda: {suite.name: suite for suite in open_suites(protocol, self.device)}

@@ -8,16 +8,15 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
-from diffusion.distributed import gather, is_first_rank, rank, world_size
+from diffusion.distributed import is_first_rank, map_on_ranks
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.config import EvaluationConfig, Metric, NetworksConfig, ResizeFilter
 from diffusion.evaluation.images import Images
@@ -63,7 +62,7 @@ def resized(image: Image.Image, size: int, resize_filter: ResizeFilter) -> np.nd
     return np.stack(channels).round().clip(0, 255).astype(np.uint8)
 
 
-class Inception:
+class Inception(nn.Module):
     """Inception network of FID (Heusel et al. 2017) from torch-fidelity: 2,048 features.
 
     Args:
@@ -77,6 +76,7 @@ class Inception:
     size = 299
 
     def __init__(self, path: str | None) -> None:
+        super().__init__()
         try:
             from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
         except ImportError as error:
@@ -99,18 +99,13 @@ class Inception:
         freeze(self._network)
         self.identity = module_identity(self._network)
 
-    def to(self, device: torch.device) -> "Inception":
-        """Move to a device."""
-        self._network.to(device)
-        return self
-
     @torch.no_grad()
     def image_features(self, pixels: Tensor) -> Tensor:
         """Pixels uint8 [B, 3, S, S] -> float32 [B, 2048]."""
         return self._network(pixels)[0]
 
 
-class Clip:
+class Clip(nn.Module):
     """Image and text encoder of a CLIP model of transformers.
 
     Args:
@@ -125,6 +120,7 @@ class Clip:
     def __init__(self, source: str, key: str, *, local_files_only: bool) -> None:
         from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
 
+        super().__init__()
         try:
             self._model: Any = load_pretrained(CLIPModel, source, None, local_files_only, use_safetensors=True)
             self._tokenizer = load_pretrained(CLIPTokenizer, source, None, local_files_only)
@@ -138,14 +134,8 @@ class Clip:
         self.name = f"clip-{Path(source).name}"
         self.identity = module_identity(self._model)
         self.size: int = self._model.config.vision_config.image_size
-        self._mean = torch.tensor(processor.image_mean)[:, None, None]
-        self._std = torch.tensor(processor.image_std)[:, None, None]
-
-    def to(self, device: torch.device) -> "Clip":
-        """Move to a device."""
-        self._model.to(device)
-        self._mean, self._std = self._mean.to(device), self._std.to(device)
-        return self
+        self._mean = nn.Buffer(torch.tensor(processor.image_mean)[:, None, None])
+        self._std = nn.Buffer(torch.tensor(processor.image_std)[:, None, None])
 
     @torch.no_grad()
     def image_features(self, pixels: Tensor) -> Tensor:
@@ -168,7 +158,7 @@ class Clip:
         return self._model.text_projection(self._model.text_model(**tokens.to(self._model.device)).pooler_output)
 
 
-class RandomFeatures:
+class RandomFeatures(nn.Module):
     """Small convolutional network with random weights, for demonstrations, tests and images unlike photographs.
 
     Naeem et al. (2020, section 3.3) find random embeddings useful for images unlike those of pretraining.
@@ -180,14 +170,10 @@ class RandomFeatures:
     """
 
     def __init__(self, seed: int = 0, size: int = 64, width: int = 16) -> None:
+        super().__init__()
         self.name, self.size = f"random-{width}", size
         self._network = freeze(with_seed(seed, lambda: _random_network(width)))
         self.identity = module_identity(self._network)
-
-    def to(self, device: torch.device) -> "RandomFeatures":
-        """Move to a device."""
-        self._network.to(device)
-        return self
 
     @torch.no_grad()
     def image_features(self, pixels: Tensor) -> Tensor:
@@ -210,35 +196,28 @@ def load_networks(
     Raises:
         ConfigurationError: weights are missing.
     """
-    loaded: dict[str, Any] = {}
+    loaded: dict[str | None, FeatureNetwork] = {}
     networks = {}
     for metric in metrics:
-        is_inception = metric in (Metric.fid, Metric.kid)
-        source = "inception" if is_inception else getattr(config, metric.value)
+        key = "inception" if metric in (Metric.fid, Metric.kid) else metric.value
+        source = getattr(config, key)
         if source not in loaded:
-            network = _inception(config) if is_inception else _clip(config, metric)
+            network: Any
+            if key != "inception":
+                network = Clip(source, f"protocol.networks.{key}", local_files_only=config.local_files_only)
+            elif config.inception_replacement is None:
+                network = Inception(source)
+            else:
+                network = build_plugin(config.inception_replacement, "protocol.networks.inception_replacement")
             loaded[source] = network.to(device)
         networks[metric] = loaded[source]
     return networks
 
 
-def _inception(config: NetworksConfig) -> FeatureNetwork:
-    if config.inception_replacement is None:
-        return Inception(config.inception)
-    return cast("FeatureNetwork", build_plugin(config.inception_replacement, "protocol.networks.inception_replacement"))
-
-
-def _clip(config: NetworksConfig, metric: Metric) -> Clip:
-    source = getattr(config, metric.value)
-    return Clip(source, f"protocol.networks.{metric.value}", local_files_only=config.local_files_only)
-
-
 def extract_features(
     network: FeatureNetwork, images: Images, config: EvaluationConfig, device: torch.device, label: str
 ) -> Array | None:
-    """Compute the features of a set; collective.
-
-    The batches are the same for each number of ranks: rank r computes batches r, r + world size, and so on.
+    """Compute the features of a set; collective. The batches are the same for each number of ranks.
 
     Args:
         network: network on the device of this rank.
@@ -253,14 +232,16 @@ def extract_features(
     Raises:
         DataError: an image cannot be decoded.
     """
-    starts = range(rank() * config.batch_size, len(images), config.batch_size * world_size())
-    own: dict[int, Array] = {}
+    starts = range(0, len(images), config.batch_size)
+
+    def features(number: int) -> Array:
+        start = starts[number]
+        # Sets are not thread-safe: they are read here and resized in threads.
+        batch = [images[i] for i in range(start, min(start + config.batch_size, len(images)))]
+        pixels = threads.map(lambda image: resized(image, network.size, config.protocol.resize_filter), batch)
+        batch_pixels = torch.from_numpy(np.stack(list(pixels))).to(device)
+        return network.image_features(batch_pixels).float().cpu().numpy()
+
     with ThreadPoolExecutor(config.num_threads) as threads:
-        for start in tqdm(starts, desc=label, disable=not is_first_rank(), leave=False):
-            # Sets are not thread-safe: they are read here and resized in threads.
-            batch = [images[i] for i in range(start, min(start + config.batch_size, len(images)))]
-            pixels = threads.map(lambda image: resized(image, network.size, config.protocol.resize_filter), batch)
-            batch_pixels = torch.from_numpy(np.stack(list(pixels))).to(device)
-            own[start] = network.image_features(batch_pixels).float().cpu().numpy()
-    gathered = {start: features for part in gather(own) for start, features in part.items()}
-    return np.concatenate([gathered[start] for start in sorted(gathered)]) if is_first_rank() else None
+        batches = map_on_ranks(len(starts), features, label)
+    return np.concatenate(batches) if is_first_rank() else None

@@ -5,7 +5,6 @@ prompt, image of the prompt), and batches are divided by image number. So an ima
 to the bit on one kind of machine. Another batch size changes rounding errors. An interrupted generation continues.
 """
 
-import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,8 @@ from diffusion.distributed import barrier, is_first_rank, on_first_rank, rank, w
 from diffusion.ema.posthoc import AVERAGE_SUFFIX
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.evaluation.config import SamplingConfig
-from diffusion.evaluation.prompts import Prompt, prompts_identity, write_listing
+from diffusion.evaluation.prompts import Prompt, write_listing
+from diffusion.evaluation.protocol import content_hash, difference, text_hash
 from diffusion.files import atomic_path, read_json, write_json
 from diffusion.loading import load_model
 from diffusion.models.conditioning import DualTextEncoder
@@ -119,7 +119,9 @@ class CheckpointGenerator(Generator):
     def __init__(self, model: LatentDiffusion, device: torch.device) -> None:
         self.vae_identity = module_identity(model.vae)
         self.noise_scheduler = model.noise_scheduler
-        self.identity = _joined(module_identity(model.network), self.vae_identity, module_identity(model.text_encoder))
+        self.identity = text_hash(
+            f"{module_identity(model.network)} {self.vae_identity} {module_identity(model.text_encoder)}"
+        )
         self.model, self.device, self.resolution = model.to(device).eval(), device, model.resolution
         self.vae_factor, self.num_channels = model.vae_factor, model.network.config["in_channels"]
         self.side_factor = model.side_factor
@@ -175,7 +177,7 @@ class PipelineGenerator(Generator):
             pipeline.watermark = None
         self.is_prx = hasattr(pipeline, "transformer")
         network = pipeline.transformer if self.is_prx else pipeline.unet
-        self.identity = _joined(*(module_identity(part) for part in (network, pipeline.vae, text_encoder)))
+        self.identity = text_hash(" ".join(map(module_identity, (network, pipeline.vae, text_encoder))))
         self.pipeline, self.device = pipeline.to(device), device
         self.vae_factor, self.num_channels = pipeline.vae_scale_factor, network.config.in_channels
         self.side_factor = self.vae_factor * patch_size_of(network)
@@ -266,10 +268,6 @@ def load_generator(model: EvaluatedModel, device: torch.device) -> Generator:
     return CheckpointGenerator(load_model(model.path, weights=model.weights or "raw"), device)
 
 
-def _joined(*identities: str) -> str:
-    return hashlib.sha256(" ".join(identities).encode()).hexdigest()[:16]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """Images to generate."""
@@ -297,7 +295,7 @@ class Task:
         height, width = self.size(generator)
         return {
             "model": generator.identity,
-            "prompts": prompts_identity(self.prompts),
+            "prompts": content_hash([prompt.text for prompt in self.prompts]),
             "images_per_prompt": self.sampling.images_per_prompt,
             "guidance_scale": self.guidance_scale,
             "sampler": generator.sampler(self.sampling).value,
@@ -361,9 +359,8 @@ def _open_folder(folder: Path, record: dict[str, Any]) -> None:
     """Create the folder, or check that it is of this task."""
     if (folder / GENERATION).is_file():
         found = read_json(folder / GENERATION)
-        differing = [key for key in sorted({*found, *record}) if found.get(key) != record.get(key)]
-        if differing:
-            listed = "; ".join(f"{key}: {found.get(key)} there, {record.get(key)} now" for key in differing)
+        if differing := difference(found, record):
+            listed = "; ".join(differing)
             raise ConfigurationError(f"{folder} has images of another task ({listed}): choose another output_folder")
         return
     with _explained(folder):

@@ -4,7 +4,6 @@ The arithmetic mean (AM) over the questions of an image estimates how many atoms
 mean (GM) estimates whether it shows the whole prompt.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,9 +13,8 @@ from typing import Any
 
 from PIL import Image
 
-from diffusion.errors import ConfigurationError
-from diffusion.evaluation.protocol import Protocol
-from diffusion.evaluation.suites import Suite, content_hash
+from diffusion.evaluation.protocol import Protocol, content_hash
+from diffusion.evaluation.suites import Suite, read_json_items
 from diffusion.evaluation.vqa import ASKED, Vqa
 
 AM, GM = "soft_tifa_am", "soft_tifa_gm"
@@ -50,31 +48,13 @@ def read_items(path: Path) -> list[Item]:
     Raises:
         ConfigurationError: the file is missing, or a line is in another format.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"protocol.geneval2.path={path} cannot be read: {error}") from error
-    items = []
-    for number, line in enumerate(lines, 1):
-        try:
-            if line.strip():
-                items.append(_item(json.loads(line)))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigurationError(f"{path}, line {number}, is not in GenEval 2's format: {error!r}") from error
-    if not items:
-        raise ConfigurationError(f"protocol.geneval2.path={path} has no prompts")
-    return items
+    return read_json_items(path, "protocol.geneval2.path", _item, "GenEval 2")
 
 
 def _item(row: Mapping[str, Any]) -> Item:
     asked = zip(row["vqa_list"], row["skills"], strict=True)
     questions = tuple(Question(text=text, answer=answer, skill=skill) for (text, answer), skill in asked)
     return Item(prompt=row["prompt"], num_atoms=int(row["atom_count"]), questions=questions)
-
-
-def soft_tifa_am(probabilities: Sequence[float]) -> float:
-    """Arithmetic mean of the probabilities of the correct answers."""
-    return fmean(probabilities)
 
 
 def soft_tifa_gm(probabilities: Sequence[float]) -> float:
@@ -115,7 +95,7 @@ class GenEval2(Suite[Item]):
         """Both means of Soft-TIFA, in per cent."""
         scores: dict[str, list[float]] = {}
         for item, probabilities in judged:
-            scores.setdefault(AM, []).append(soft_tifa_am(probabilities))
+            scores.setdefault(AM, []).append(fmean(probabilities))
             for name in (GM, f"{GM}/{item.num_atoms} atoms"):
                 scores.setdefault(name, []).append(soft_tifa_gm(probabilities))
             for question, probability in zip(item.questions, probabilities, strict=True):

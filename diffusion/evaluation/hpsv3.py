@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from diffusion.errors import ConfigurationError
+from diffusion.evaluation.protocol import text_hash
 from diffusion.models.pretrained import freeze, module_identity
 
 WEIGHTS, INSTRUCTION = "HPSv3.safetensors", "instruction.txt"
@@ -74,8 +75,7 @@ class RewardModel:
         self._model: Any = freeze(model).to(device)
         self._token = self._processor.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
         head = hashlib.sha256(b"".join(part.cpu().numpy().tobytes() for layer in self._head for part in layer))
-        instruction = hashlib.sha256(self._instruction.encode())
-        self.identity = " ".join([module_identity(model), head.hexdigest()[:16], instruction.hexdigest()[:16]])
+        self.identity = " ".join([module_identity(model), head.hexdigest()[:16], text_hash(self._instruction)])
 
     @torch.no_grad()
     def score(self, image: Image.Image, prompt: str) -> float:

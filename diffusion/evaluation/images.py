@@ -17,6 +17,7 @@ from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.datasets.mds import INDEX, Layout, ShardFiles, open_shard, read_shards
 from diffusion.errors import ConfigurationError, DataError, error_context
 from diffusion.evaluation.config import ReferenceConfig
+from diffusion.evaluation.protocol import text_hash
 from diffusion.files import hash_file
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
@@ -138,7 +139,7 @@ class PreparedSamples:
     def identity(self) -> str:
         """Hash of the sizes and hashes of the shards in the indices."""
         shards = [(name, entry["raw_data"], entry["samples"]) for _, entry, name in self.entries]
-        return hashlib.sha256(repr(shards).encode()).hexdigest()[:16]
+        return text_hash(repr(shards))
 
     def _locate(self, index: int) -> tuple[int, int]:
         """Shard of a sample, and its number in the shard."""
@@ -181,11 +182,9 @@ def open_reference(config: ReferenceConfig) -> tuple[Images, str]:
         images = Images(len(chosen), lambda index: _prepared_image(samples, chosen[index]))
     else:
         files = [files[i] for i in chosen]
-        contents = "".join(f"{file.name} {hash_file(file, 'sha256')}\n" for file in files)
-        content = hashlib.sha256(contents.encode()).hexdigest()[:16]
+        content = text_hash("".join(f"{file.name} {hash_file(file, 'sha256')}\n" for file in files))
         images = image_files(files)
-    identity = hashlib.sha256(content.encode()).hexdigest()[:16]
-    return (_scaled_squares(images, config.size) if config.size else images), identity
+    return (_scaled_squares(images, config.size) if config.size else images), text_hash(content)
 
 
 def _prepared_image(samples: PreparedSamples, index: int) -> Image.Image:

@@ -1,7 +1,7 @@
 """Metrics of a set of images: FID, KID, CLIP-FID, CMMD, CLIP score and HPSv3, each with its protocol."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,36 +41,32 @@ DISTANCES = {
 
 @dataclass(kw_only=True)
 class Metrics:
-    """Computes the metrics of an evaluation.
+    """Computes the metrics of an evaluation, with its reference set opened and networks loaded.
 
     Args:
         config: configuration of the evaluation.
         device: device of the networks of this rank.
         cache: folder with features of reference sets.
+
+    Raises:
+        ConfigurationError: the reference set or a network is missing.
+        DataError: the reference set is damaged.
     """
 
     config: EvaluationConfig
     device: torch.device
     cache: Path
-    networks: dict[Metric, FeatureNetwork] = field(default_factory=dict, init=False)
-    reward: RewardModel | None = field(default=None, init=False)
-    _reference: tuple[Images, dict[str, Any]] | None = field(default=None, init=False)
-    """Reference set and its record in protocols."""
 
-    def open(self) -> None:
-        """Open the reference set and load the networks, before images are generated.
-
-        Raises:
-            ConfigurationError: the reference set or a network is missing.
-            DataError: the reference set is damaged.
-        """
+    def __post_init__(self) -> None:
         protocol = self.config.protocol
-        if protocol.reference is not None and any(metric in OF_REFERENCE for metric in protocol.metrics):
-            images, identity = open_reference(protocol.reference)
-            record = {"content": identity, "num": len(images), "scaled_square": protocol.reference.size}
-            self._reference = images, record
+        if any(metric in OF_REFERENCE for metric in protocol.metrics):
+            assert protocol.reference is not None
+            self.reference, identity = open_reference(protocol.reference)
+            size = protocol.reference.size
+            self.reference_record = {"content": identity, "num": len(self.reference), "scaled_square": size}
         of_features = [metric for metric in protocol.metrics if metric is not Metric.hpsv3]
         self.networks = load_networks(protocol.networks, of_features, self.device)
+        self.reward: RewardModel | None = None
         if Metric.hpsv3 in protocol.metrics:
             assert protocol.networks.hpsv3 is not None
             self.reward = RewardModel(protocol.networks.hpsv3, self.device)
@@ -81,17 +77,17 @@ class Metrics:
             return f"{'frechet' if metric is Metric.fid else 'kernel'}_{self.networks[metric].name}"
         return metric.value
 
-    def protocols(self, images: Mapping[str, Any], prompts: Sequence[Prompt] | None) -> dict[str, Protocol]:
-        """Protocol of each number; call `open` first.
+    def protocols(self, images: Mapping[str, Any], prompts: Sequence[Prompt]) -> dict[str, Protocol]:
+        """Protocol of each number.
 
         Args:
             images: record of the images.
-            prompts: prompts of the images; None without metrics of prompts.
+            prompts: prompts of the images, for the metrics of prompts.
         """
         found = {}
         for metric in self.config.protocol.metrics:
             name = self.name(metric)
-            by_category = categories(prompts or ()) if metric in OF_PROMPTS else []
+            by_category = categories(prompts) if metric in OF_PROMPTS else []
             names = [name, *(f"{name}/{category}" for category in by_category)]
             found |= dict.fromkeys(names, self._protocol(metric, images))
         return found
@@ -107,7 +103,7 @@ class Metrics:
             "network": {"name": network.name, "weights": network.identity, "size": network.size},
             "resize": f"{self._resize}, antialiased, 32 bits per channel, rounded once to 8",
         }
-        return protocol | {"reference": self._opened()[1]} if metric in OF_REFERENCE else protocol
+        return protocol | {"reference": self.reference_record} if metric in OF_REFERENCE else protocol
 
     def compute(
         self, image_set: Images, prompts: Sequence[Prompt] | None, images: Mapping[str, Any]
@@ -171,18 +167,13 @@ class Metrics:
     def _resize(self) -> str:
         return self.config.protocol.resize_filter.value
 
-    def _opened(self) -> tuple[Images, dict[str, Any]]:
-        assert self._reference is not None, "call open first"
-        return self._reference
-
     def _reference_features(self, network: FeatureNetwork) -> Array | None:
         """Features of the reference set, cached in a file; on the first rank."""
-        images, record = self._opened()
-        key = protocol_hash({"reference": record, "network": network.identity, "resize": self._resize})
-        path = self.cache / f"{network.name}-{key}-all.npz"
+        record = {"reference": self.reference_record, "network": network.identity, "resize": self._resize}
+        path = self.cache / f"{network.name}-{protocol_hash(record)}-all.npz"
         if broadcast(path.is_file()):
             return agree(lambda: _load(path) if is_first_rank() else None)
-        features = extract_features(network, images, self.config, self.device, f"reference {network.name}")
+        features = extract_features(network, self.reference, self.config, self.device, f"reference {network.name}")
         if features is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             # Another watcher may compute the same.

@@ -5,7 +5,6 @@ a minimum count, a colour and a position relative to another class, and upper li
 zero-shot detector of transformers, or image processing for the shapes of the demo (`shape_checks.py`).
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +19,8 @@ from diffusion.errors import ConfigurationError
 from diffusion.evaluation.config import CompositionalConfig
 from diffusion.evaluation.prompts import Prompt
 from diffusion.evaluation.protocol import Protocol as NumberProtocol
-from diffusion.evaluation.suites import Suite, content_hash
+from diffusion.evaluation.protocol import content_hash
+from diffusion.evaluation.suites import Suite, read_json_items
 from diffusion.models.pretrained import freeze, module_identity
 
 SHAPES = "shapes"
@@ -192,20 +192,7 @@ def read_checks(path: Path) -> list[Check]:
     Raises:
         ConfigurationError: the file is missing, or a line is invalid.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigurationError(f"protocol.compositional.suite={path} cannot be read: {error.strerror}") from error
-    checks = []
-    for number, line in enumerate(lines, 1):
-        try:
-            if line.strip():
-                checks.append(_check(json.loads(line)))
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise ConfigurationError(f"{path}, line {number}, is not in GenEval's format: {error!r}") from error
-    if not checks:
-        raise ConfigurationError(f"protocol.compositional.suite={path} has no checks")
-    return checks
+    return read_json_items(path, "protocol.compositional.suite", _check, "GenEval")
 
 
 def _check(row: Mapping[str, Any]) -> Check:

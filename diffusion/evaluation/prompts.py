@@ -1,7 +1,6 @@
 """Prompts of files and data sets, and the listing of a folder of images with their prompts (`metadata.jsonl`)."""
 
 import csv
-import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -69,11 +68,6 @@ def read_prompts(
 def categories(prompts: Iterable[Prompt]) -> list[str]:
     """Categories of prompts in the order of their first prompts, without the empty one."""
     return list(dict.fromkeys(prompt.category for prompt in prompts if prompt.category))
-
-
-def prompts_identity(prompts: Sequence[Prompt]) -> str:
-    """Hash of prompts in their order, 16 hexadecimal digits."""
-    return hashlib.sha256(json.dumps([prompt.text for prompt in prompts]).encode()).hexdigest()[:16]
 
 
 def _table_prompts(path: Path, column: str | None, category_column: str | None) -> list[Prompt]:

@@ -32,9 +32,19 @@ def is_of_category(name: str) -> bool:
     return "/" in name and not name.startswith(f"{VALIDATION_LOSS}/")
 
 
+def text_hash(text: str) -> str:
+    """SHA-256 of a text, 16 hexadecimal digits."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def content_hash(content: Any) -> str:
+    """Hash of JSON."""
+    return text_hash(json.dumps(content))
+
+
 def protocol_hash(protocol: Mapping[str, Any]) -> str:
-    """Hash of a protocol, 16 hexadecimal digits."""
-    return hashlib.sha256(json.dumps(protocol, sort_keys=True).encode()).hexdigest()[:16]
+    """Hash of a protocol, whatever the order of its keys."""
+    return text_hash(json.dumps(protocol, sort_keys=True))
 
 
 def difference(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> list[str]:

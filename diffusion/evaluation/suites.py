@@ -1,9 +1,8 @@
 """Suites: prompts of their own, whose images a detector, or a model that answers questions, judges one by one."""
 
-import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -11,6 +10,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from PIL import Image
 
 from diffusion.distributed import is_first_rank, map_on_ranks
+from diffusion.errors import ConfigurationError
 from diffusion.evaluation.images import read_image
 from diffusion.evaluation.prompts import Prompt
 from diffusion.evaluation.protocol import VERSION, Number, protocol_hash
@@ -98,6 +98,29 @@ class Suite(ABC, Generic[AnyItem]):
         return {name: Number(value=values[name], protocol=protocols[name]) for name in protocols}
 
 
-def content_hash(content: Any) -> str:
-    """Hash of JSON, 16 hexadecimal digits."""
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+def read_json_items(path: Path, key: str, parse: Callable[[Any], AnyItem], kind: str) -> list[AnyItem]:
+    """Read the items of a suite from a file with one JSON object a line.
+
+    Args:
+        path: the file.
+        key: key of the file in the configuration.
+        parse: returns the item of an object.
+        kind: name of the format, for messages.
+
+    Raises:
+        ConfigurationError: the file is missing or empty, or a line is in another format.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{key}={path} cannot be read: {error}") from error
+    items = []
+    for number, line in enumerate(lines, 1):
+        try:
+            if line.strip():
+                items.append(parse(json.loads(line)))
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise ConfigurationError(f"{path}, line {number}, is not in {kind}'s format: {error!r}") from error
+    if not items:
+        raise ConfigurationError(f"{key}={path} has no prompts")
+    return items

@@ -14,7 +14,6 @@ import os
 import shutil
 import socket
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -95,7 +94,6 @@ class Watcher:
         """Lease of the checkpoint that is being evaluated, on the first rank."""
 
         self._idle_since = time.monotonic()
-        self._pause = threading.Event()
 
     def run(self) -> None:
         """Evaluate until the runs are finished; with `watch_forever`, until the process ends."""
@@ -112,7 +110,7 @@ class Watcher:
                 if task is not None:
                     self._evaluate(*task)
                 else:
-                    self._pause.wait(self.config.poll_seconds)
+                    time.sleep(self.config.poll_seconds)
 
     def _find_task(self) -> tuple[bool, tuple[int, str] | None]:
         """Whether this watcher ends; or else the number of a run and a checkpoint whose lease was acquired, or None."""

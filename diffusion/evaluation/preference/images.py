@@ -4,6 +4,7 @@ import functools
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -41,8 +42,7 @@ class ImageSet:
     @property
     def pairs(self) -> list[tuple[int, int, int]]:
         """Item and two models, as numbers, of each pair of images."""
-        num = len(self.models)
-        return [(i, a, b) for i in range(len(self.items)) for a in range(num) for b in range(a + 1, num)]
+        return [(i, a, b) for i in range(len(self.items)) for a, b in combinations(range(len(self.models)), 2)]
 
 
 def collect(folders: Mapping[str, Path], prompts_file: Path) -> ImageSet:
@@ -63,7 +63,7 @@ def collect(folders: Mapping[str, Path], prompts_file: Path) -> ImageSet:
         raise ConfigurationError("a comparison takes two models or more: A=FOLDER B=FOLDER")
     prompts: dict[str, Prompt] = {}
     for prompt in read_prompts(prompts_file):
-        prompts.setdefault(prompt.text.strip(), prompt)
+        prompts.setdefault(prompt.text, prompt)
     found = {name: _images_by_prompt(folder, list(prompts)) for name, folder in folders.items()}
     first = next(iter(folders))
     items = []

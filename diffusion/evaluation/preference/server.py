@@ -89,8 +89,8 @@ def open_server(
         host: address to listen on. On a loopback address only requests to loopback names, or to that of `public_url`,
             are answered.
         port: 0: a free one.
-        public_url: address under which a proxy on this machine serves the page. Its word for the visitor's address and
-            scheme is taken; with https, cookies are sent through TLS only.
+        public_url: address under which a proxy on this machine serves the page. Its headers for the visitor's address
+            and scheme are trusted; with https, cookies are sent through TLS only.
 
     Returns:
         The server, and its port.
@@ -150,7 +150,7 @@ def _presentation(identifier: str) -> Presentation:
 
 @app.before_request
 def admit() -> ResponseReturnValue | None:
-    """Reject what is too much, and visitors without a link; move the rater of a link into the session."""
+    """Limit the rate of requests, reject visitors without a link, and move the rater of a link into the session."""
     if isinstance(request.routing_exception, SecurityError):
         raise request.routing_exception  # Another host name: Flask would raise it after this function.
     rater = session.get("rater")

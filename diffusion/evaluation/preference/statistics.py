@@ -26,9 +26,7 @@ def wilson(successes: int, total: int) -> tuple[float, float]:
     return float(interval.low), float(interval.high)
 
 
-def bootstrap(
-    counts: Array, statistic: Callable[[Array], Array], *, seed: int, num_resamples: int = NUM_RESAMPLES
-) -> Array:
+def bootstrap(counts: Array, statistic: Callable[[Array], Array], *, seed: int) -> Array:
     """95 % percentile intervals of statistics of sums over prompts, by resampling prompts (Efron 1979).
 
     Answers to one prompt may depend on each other. Prompts are assumed to be a random sample.
@@ -37,15 +35,13 @@ def bootstrap(
         counts: float64 [P, K], the contribution of each prompt to the K sums.
         statistic: sums [R, K] to statistics [R, S]; NaN where undefined.
         seed: seed of the resamples.
-        num_resamples: R.
 
     Returns:
         Intervals [S, 2]; NaN with fewer than two prompts, or where the statistic is undefined in a resample.
     """
     num_prompts = len(counts)
-    weights = np.random.default_rng(seed).multinomial(
-        num_prompts, np.full(num_prompts, 1 / num_prompts), size=num_resamples
-    )
+    shares = np.full(num_prompts, 1 / num_prompts)
+    weights = np.random.default_rng(seed).multinomial(num_prompts, shares, size=NUM_RESAMPLES)
     intervals = np.quantile(statistic(weights @ counts), [0.025, 0.975], axis=0).T
     return intervals if num_prompts > 1 else np.full_like(intervals, np.nan)
 

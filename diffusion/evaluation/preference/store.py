@@ -163,12 +163,12 @@ class Store:
                 raise DataError(f"{changed[0]}: changed since the study of {self.path} began")
 
     def read_secret(self) -> str:
-        """The secret that signs links and cookies, in a file of its own beside the votes, which may be passed on.
+        """Read the secret that signs links and cookies, or create it; without its file, earlier links are invalid.
 
-        It is made when there is none; links that another one has signed are no longer answered then.
+        It has a file of its own beside the votes, because these may be passed on.
 
         Raises:
-            ConfigurationError: others than its owner may read it, or it is empty.
+            ConfigurationError: the file is empty, or other users may read it.
         """
         path = self.path.with_name(f"{self.path.name}.secret")
         if not path.exists():

@@ -10,19 +10,12 @@ from PIL import Image
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.config import EvaluationConfig, NetworksConfig, ResizeFilter
 from diffusion.evaluation.features import extract_features, resized
+from diffusion.evaluation.images import Images
 
 
-class MadeUpImages:
+def made_up_images(num: int) -> Images:
     """So many images of 8 x 8 pixels of one colour each."""
-
-    def __init__(self, num: int) -> None:
-        self.num = num
-
-    def __len__(self) -> int:
-        return self.num
-
-    def __getitem__(self, index: int) -> Image.Image:
-        return Image.new("RGB", (8, 8), (index % 256, index // 256 % 256, 7 * index % 256))
+    return Images(num, lambda i: Image.new("RGB", (8, 8), (i % 256, i // 256 % 256, 7 * i % 256)))
 
 
 class RandomProjection:
@@ -39,14 +32,14 @@ class RandomProjection:
 
 def extract(num: int, width: int, batch_size: int) -> np.ndarray:
     config = EvaluationConfig(output_folder="", batch_size=batch_size, num_threads=1)
-    features = extract_features(RandomProjection(width), MadeUpImages(num), config, torch.device("cpu"), "test")
+    features = extract_features(RandomProjection(width), made_up_images(num), config, torch.device("cpu"), "test")
     assert features is not None
     return features
 
 
 def test_features_are_in_the_order_of_the_images_for_any_batch_size():
     features = extract(300, 5, 16)
-    colours = torch.tensor([MadeUpImages(300)[i].getpixel((0, 0)) for i in range(300)]).float()
+    colours = torch.tensor([made_up_images(300)[i].getpixel((0, 0)) for i in range(300)]).float()
     np.testing.assert_allclose(features, colours @ RandomProjection(5).matrix, rtol=1e-5)
     np.testing.assert_allclose(extract(300, 5, 7), features, rtol=1e-5)
 

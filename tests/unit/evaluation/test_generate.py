@@ -9,9 +9,7 @@ import torch
 
 from diffusion.config.model import Architecture, FlowConfig, PredictionType, Sampler
 from diffusion.errors import ConfigurationError
-from diffusion.evaluation.config import (
-    SamplingConfig,
-)
+from diffusion.evaluation.config import SamplingConfig
 from diffusion.evaluation.generate import (
     CheckpointGenerator,
     EvaluatedModel,

@@ -14,9 +14,7 @@ from torchvision.ops import box_iou
 
 from diffusion.config.model import Architecture
 from diffusion.errors import ConfigurationError
-from diffusion.evaluation.config import (
-    CompositionalConfig,
-)
+from diffusion.evaluation.config import CompositionalConfig
 from diffusion.evaluation.object_checks import (
     MAX_OVERLAP,
     Check,
