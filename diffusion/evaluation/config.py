@@ -52,7 +52,7 @@ class PromptsConfig:
     category_column: str | None = None
     """Column of the categories; null: `Category`, if present."""
 
-    num: int | None = None
+    num: int | None = bounded(None, min=1)
     """Number of prompts, chosen by the hash of their position and text; null: all."""
 
 
@@ -63,10 +63,10 @@ class ReferenceConfig:
     path: str = MISSING
     """Folder of images, or of a prepared data set (or one split or bucket of it)."""
 
-    num: int | None = None
+    num: int | None = bounded(None, min=1)
     """Number of images, chosen by the hash of their names; null: all."""
 
-    size: int | None = None
+    size: int | None = bounded(None, min=1)
     """Side in pixels to which the centre square is scaled first; null: its own size."""
 
 
@@ -114,7 +114,7 @@ class CompositionalConfig:
     threshold: float = 0.3
     """Minimum confidence of a detected object; without effect on the oracle."""
 
-    images_per_prompt: int = 4
+    images_per_prompt: int = bounded(4, min=1)
     """Images of each prompt."""
 
 
@@ -144,7 +144,7 @@ class GenEval2Config:
 class SamplingConfig:
     """Sampling of images."""
 
-    num_inference_steps: int = 50
+    num_inference_steps: int = bounded(50, min=1)
     """Steps of the sampler."""
 
     sampler: Sampler | None = None
@@ -153,16 +153,16 @@ class SamplingConfig:
     seed: int = 0
     """Seed of the initial latents, which depend on (seed, prompt, image of the prompt)."""
 
-    height: int | None = None
+    height: int | None = bounded(None, min=1)
     """Size in pixels; null: the training size."""
 
-    width: int | None = None
+    width: int | None = bounded(None, min=1)
     """Size in pixels; null: the training size."""
 
     negative_prompt: str = ""
     """Negative prompt of the guidance; by default the empty caption, as in training."""
 
-    images_per_prompt: int = 1
+    images_per_prompt: int = bounded(1, min=1)
     """Images of each prompt."""
 
     scores: dict[str, float] = field(default_factory=dict)

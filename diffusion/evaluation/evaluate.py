@@ -36,6 +36,7 @@ from diffusion.evaluation.protocol import (
     Protocol,
     Result,
     check_one_protocol,
+    content_hash,
     difference,
     read_results,
     table,
@@ -127,7 +128,10 @@ class Evaluation:
         listed = agree(lambda: read_listing(folder))
         files = list_images(folder) if listed is None else [image.path for image in listed]
         prompts = None if listed is None else [Prompt(text=one.prompt, category=one.category) for one in listed]
-        numbers = self.metrics.compute(image_files(files), prompts, {"num": len(files), "given": True})
+        record: dict[str, Any] = {"num": len(files), "given": True}
+        if prompts is not None:
+            record["prompts"] = content_hash([prompt.text for prompt in prompts])
+        numbers = self.metrics.compute(image_files(files), prompts, record)
         self._write(Result(name=folder.resolve().name, path=str(folder), numbers=numbers))
 
     def _evaluate_images(self, model: EvaluatedModel, generator: Generator, scale: float) -> None:

@@ -54,6 +54,8 @@ def read_items(path: Path) -> list[Item]:
 def _item(row: Mapping[str, Any]) -> Item:
     asked = zip(row["vqa_list"], row["skills"], strict=True)
     questions = tuple(Question(text=text, answer=answer, skill=skill) for (text, answer), skill in asked)
+    if not questions:
+        raise ValueError("vqa_list is empty")
     return Item(prompt=row["prompt"], num_atoms=int(row["atom_count"]), questions=questions)
 
 

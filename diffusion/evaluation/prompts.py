@@ -55,7 +55,7 @@ def read_prompts(
         if path.suffix in (".tsv", ".csv"):
             prompts = _table_prompts(path, column, category_column)
         else:
-            prompts = [Prompt(text=line.strip()) for line in path.read_text(encoding="utf-8-sig").splitlines()]
+            prompts = [Prompt(text=line.strip()) for line in path.read_text(encoding="utf-8-sig").split("\n")]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path} cannot be read: {error}. Give a text file, a table or a data set") from error
     prompts = [prompt for prompt in prompts if prompt.text]
@@ -143,7 +143,10 @@ def read_listing(folder: Path) -> list[ListedImage] | None:
     """
     for name, key in ((LISTING, "file_name"), (OLD_LISTING, OLD_KEY)):
         if (path := folder / name).is_file():
-            lines = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+            try:
+                lines = enumerate(path.read_text(encoding="utf-8").split("\n"), start=1)
+            except UnicodeDecodeError as error:
+                raise DataError(f"{path} is not UTF-8: {error}") from error
             return [_read_line(line, key, f"{path}, line {number}", folder) for number, line in lines if line.strip()]
     return None
 

@@ -111,7 +111,7 @@ def read_json_items(path: Path, key: str, parse: Callable[[Any], AnyItem], kind:
         ConfigurationError: the file is missing or empty, or a line is in another format.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{key}={path} cannot be read: {error}") from error
     items = []

@@ -19,6 +19,10 @@ def test_configurations_that_ship_load_and_impossible_ones_are_rejected(tmp_path
         check_sections(config)
     config.protocol.networks.hpsv3 = config.protocol.networks.vqa = "folder"
     check_sections(config)
+    config.protocol.sampling.images_per_prompt = config.protocol.prompts.num = 0
+    with pytest.raises(ConfigurationError, match=r"(?s)prompts\.num.*sampling\.images_per_prompt"):
+        check_sections(config)
+    config.protocol.sampling.images_per_prompt = config.protocol.prompts.num = 1
     config.images, config.guidance_scales = "y", [1.0, 1.0]
     with pytest.raises(ConfigurationError, match=r"(?s)model=.*protocol\.dpg.*guidance_scales"):
         check_sections(config)

@@ -51,6 +51,9 @@ def test_a_wrong_line_is_named(tmp_path):
         (folder / LISTING).write_text('{"file_name": "00000.png", "prompt": "x"}\n' + line)
         with pytest.raises(DataError, match=f"{LISTING}, line 2"):
             read_listing(folder)
+    (folder / LISTING).write_bytes(b"\xff")
+    with pytest.raises(DataError, match=LISTING):
+        read_listing(folder)
 
 
 def test_prompts_of_a_data_set_are_read_without_its_other_shards(tmp_path):
@@ -82,8 +85,8 @@ def test_prompts_of_tables_and_lists(tmp_path):
     bench.write_text('Prompts,Category\n"a red, small car",Colors\n\n')
     assert read_prompts(bench) == [Prompt(text="a red, small car", category="Colors")]
     lines = tmp_path / "list.txt"
-    lines.write_text("one\n\ntwo\n")
-    assert [prompt.text for prompt in read_prompts(lines)] == ["one", "two"]
+    lines.write_text("one\n\ntwo\u2028lines\n", encoding="utf-8")
+    assert [prompt.text for prompt in read_prompts(lines)] == ["one", "two\u2028lines"]
     with pytest.raises(ConfigurationError, match=r"DrawBench\.csv .*Text"):
         read_prompts(bench, column="Text")
     with pytest.raises(ConfigurationError, match="num=3"):

@@ -161,7 +161,7 @@ def test_soft_tifa_of_a_worked_example(tmp_path):
 
 
 def test_a_wrong_line_of_geneval2_is_named(tmp_path):
-    for row in ({"prompt": "a"}, {**PIGS, "skills": []}):
+    for row in ({"prompt": "a"}, {**PIGS, "skills": []}, {**PIGS, "skills": [], "vqa_list": []}):
         path = write_geneval2(tmp_path / "geneval2_data.jsonl", [PIGS, row])
         with pytest.raises(ConfigurationError, match=r"geneval2_data\.jsonl, line 2"):
             geneval2.read_items(path)
