@@ -126,9 +126,9 @@ class Clip:
         from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
 
         try:
-            self._model: Any = load_pretrained(CLIPModel, source, None, local_files_only, use_safetensors=True)
-            self._tokenizer = load_pretrained(CLIPTokenizer, source, None, local_files_only)
-            processor: Any = load_pretrained(CLIPImageProcessor, source, None, local_files_only)
+            self._model: Any = load_pretrained(CLIPModel, source, local_files_only=local_files_only)
+            self._tokenizer = load_pretrained(CLIPTokenizer, source, local_files_only=local_files_only)
+            processor: Any = load_pretrained(CLIPImageProcessor, source, local_files_only=local_files_only)
         except ConfigurationError as error:
             raise ConfigurationError(
                 f"{key}={source}: the CLIP model is missing. Give a folder with its config.json, model.safetensors, "

@@ -139,7 +139,7 @@ def load_image_encoder(folder: str) -> ImageEncoder:
     """
     kind, config = read_image_encoder(folder)
     options: dict[str, Any] = {"config": config, "dtype": torch.float32}
-    network = load_pretrained(kind, folder, None, local_files_only=True, use_safetensors=True, **options)
+    network = load_pretrained(kind, folder, local_files_only=True, **options)
     try:
         moments = json.loads((Path(folder).expanduser() / PREPROCESSOR).read_bytes())
         encoder = ImageEncoder(network, moments["image_mean"], moments["image_std"])

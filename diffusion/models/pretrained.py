@@ -157,22 +157,21 @@ def load_frozen_parts(config: ModelConfig) -> FrozenParts:
     Raises:
         ConfigurationError: weights are missing.
     """
-    spec = ARCHITECTURES[config.architecture]
-    source, options = config.pretrained, {"local_files_only": config.local_files_only, "use_safetensors": True}
+    spec, source, is_local = ARCHITECTURES[config.architecture], config.pretrained, config.local_files_only
     tokenizer = load_tokenizer(config)
     with error_context("model.pretrained"):
         if config.text_encoder.path is not None:
             text_encoder = load_language_model(config.text_encoder.path, tokenizer.pad_token_id)
         elif source:
-            text_encoder = _load_text_encoder(spec, source, **options)
+            text_encoder = _load_text_encoder(spec, source, is_local)
         else:
             text_encoder = with_seed(config.frozen_seed, lambda: build_text_encoder(spec))
     if config.vae:
         with error_context("model.vae"):
-            vae = load_pretrained(AutoencoderKL, config.vae, None, **options)
+            vae = load_pretrained(AutoencoderKL, config.vae, local_files_only=is_local)
     elif source:
         with error_context("model.pretrained"):
-            vae = load_pretrained(AutoencoderKL, source, "vae", **options)
+            vae = load_pretrained(AutoencoderKL, source, "vae", local_files_only=is_local)
     else:
         channels = {"latent_channels": latent_channels(config)}
         vae = with_seed(config.frozen_seed + 1, lambda: build_vae(spec, channels))
@@ -187,11 +186,12 @@ def load_frozen_parts(config: ModelConfig) -> FrozenParts:
     )
 
 
-def _load_text_encoder(spec: ArchitectureSpec, source: str, **options: Any) -> TextEncoder:
-    first = load_pretrained(CLIPTextModel, source, "text_encoder", **options)
+def _load_text_encoder(spec: ArchitectureSpec, source: str, is_local: bool) -> TextEncoder:
+    first = load_pretrained(CLIPTextModel, source, "text_encoder", local_files_only=is_local)
     if spec.text_encoder_2 is None:
         return first
-    return DualTextEncoder(first, load_pretrained(CLIPTextModelWithProjection, source, "text_encoder_2", **options))
+    second = load_pretrained(CLIPTextModelWithProjection, source, "text_encoder_2", local_files_only=is_local)
+    return DualTextEncoder(first, second)
 
 
 def load_language_model(folder: str, pad_token_id: int) -> LanguageModel:
@@ -204,7 +204,7 @@ def load_language_model(folder: str, pad_token_id: int) -> LanguageModel:
     """
     kind, config = read_language_model(folder)
     options: dict[str, Any] = {"config": config, "dtype": torch.float32, "attn_implementation": "eager"}
-    model = load_pretrained(kind, folder, None, local_files_only=True, use_safetensors=True, **options)
+    model = load_pretrained(kind, folder, local_files_only=True, **options)
     return LanguageModel(model, pad_token_id)
 
 
@@ -233,7 +233,7 @@ def hub_unavailable_reason() -> str | None:
 
 
 def load_pretrained(
-    kind: type[Loaded], source: str, subfolder: str | None, local_files_only: bool, **options: Any
+    kind: type[Loaded], source: str, subfolder: str | None = None, *, local_files_only: bool, **options: Any
 ) -> Loaded:
     """Load one part from a folder in the diffusers layout, from the hub, or from the local cache of the hub.
 
@@ -246,7 +246,7 @@ def load_pretrained(
     folder = _local_folder(source)
     unavailable = None if folder is not None or local_files_only else hub_unavailable_reason()
     if issubclass(kind, nn.Module):
-        options["output_loading_info"] = True
+        options |= {"use_safetensors": True, "output_loading_info": True}
     try:
         loaded: Any = kind.from_pretrained(  # pyright: ignore[reportAttributeAccessIssue]
             source if folder is None else str(folder),
@@ -321,7 +321,7 @@ def read_vae(source: str, vae: AutoencoderKL) -> dict[str, Tensor]:
     """
     subfolder = "vae" if (Path(source).expanduser() / "vae").is_dir() else None
     # Not the file itself: diffusers renames the attention of older VAEs.
-    stored = load_pretrained(AutoencoderKL, source, subfolder, local_files_only=True, use_safetensors=True)
+    stored = load_pretrained(AutoencoderKL, source, subfolder, local_files_only=True)
     _check_config(stored, vae, source, "autoencoder.vae")
     return stored.state_dict()
 
