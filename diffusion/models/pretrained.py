@@ -24,12 +24,12 @@ from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from huggingface_hub import constants, snapshot_download
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, PreTrainedModel
 
 from diffusion.config.model import ModelConfig, PredictionType
 from diffusion.errors import ConfigurationError, DataError, error_context
+from diffusion.files import read_json
 from diffusion.models.architectures import (
     ARCHITECTURES,
     FLOW_PREDICTION,
@@ -296,16 +296,14 @@ def read_pipeline_network(folder: Path, network: Network) -> dict[str, Tensor]:
         DataError: a file is damaged.
     """
     component = component_name(network)
-    part = folder / component
-    files = sorted(part.glob(f"{_WEIGHTS}*.safetensors"))
+    part, config = folder / component, folder / component / "config.json"
     # Weights of another precision may lie beside them: diffusion_pytorch_model.fp16.safetensors.
-    files = [file for file in files if file.name.removesuffix(".safetensors").count(".") == 0]
-    if not files or not (part / "config.json").is_file():
+    files = [file for file in sorted(part.glob(f"{_WEIGHTS}*.safetensors")) if file.name.count(".") == 1]
+    if not files or not config.is_file():
         raise ConfigurationError(f"{part} holds no config.json and {_WEIGHTS}.safetensors: give a pipeline's folder")
-    path = part / "config.json"
     with torch.device("meta"):
-        there: Any = type(network)(**{k: v for k, v in _read_config(path).items() if not k.startswith("_")})
-    _check_config(there, network, f"{path}", "model.network")
+        there: Any = type(network)(**{k: v for k, v in read_json(config).items() if not k.startswith("_")})
+    _check_config(there, network, str(config), "model.network")
     return {f"{component}.{name}": tensor for file in files for name, tensor in read_safetensors(file).items()}
 
 
@@ -332,10 +330,8 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     Raises:
         DataError: it is missing or damaged.
     """
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise DataError(f"{path} is not a file of weights, or damaged: {error}") from error
+    with open_safetensors(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 @contextmanager
@@ -388,20 +384,13 @@ def read_noise_schedule(source: Path) -> dict[str, Any] | None:
             stored = json.loads((file.metadata() or {}).get(SCHEDULER_KEY, "null"))
     else:
         path = source / SCHEDULER_CONFIG
-        stored = _read_config(path) if path.is_file() else None
+        stored = read_json(path) if path.is_file() else None
     if stored is None:
         return None
     arguments = signature(DDIMScheduler).parameters
     if stored.get("prediction_type") == FLOW_PREDICTION:
         return {"prediction_type": PredictionType.flow.value, "shift": stored["flow_shift"]}
     return {key: stored.get(key, arguments[key].default) for key in _SCHEDULE_KEYS}
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
 
 
 def _check_config(there: Any, here: Any, source: str, key: str) -> None:
@@ -460,11 +449,10 @@ def fold_scaling(vae: AutoencoderKL, scaling: LatentScaling, factor: float = 1.0
 
 def _identity(num_channels: int) -> nn.Conv2d:
     """Identity as a 1x1 convolution."""
-    convolution = nn.Conv2d(num_channels, num_channels, 1)
-    with torch.no_grad():
-        convolution.weight.copy_(torch.eye(num_channels)[:, :, None, None])
-        convolution.bias.zero_()  # pyright: ignore[reportOptionalMemberAccess]
-    return convolution.requires_grad_(False)
+    convolution = nn.Conv2d(num_channels, num_channels, 1).requires_grad_(False)
+    nn.init.dirac_(convolution.weight)
+    nn.init.zeros_(convolution.bias)  # pyright: ignore[reportArgumentType]
+    return convolution
 
 
 def write_pipeline(
