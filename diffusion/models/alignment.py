@@ -32,8 +32,8 @@ class ImageEncoder(nn.Module):
 
     Args:
         network: returns `last_hidden_state`, with tokens that have no position, such as CLS, at the beginning.
-        mean: of the channels in [0, 1].
-        std: likewise.
+        mean: mean of each channel in [0, 1].
+        std: standard deviation of each channel.
     """
 
     def __init__(self, network: Any, mean: list[float], std: list[float]) -> None:
@@ -64,7 +64,7 @@ class Alignment(nn.Module):
     The states are the output of a transformer's block, or of the middle of a U-Net.
 
     Args:
-        config: place and width.
+        config: block and width.
         network: U-Net or transformer whose hidden states are taken, by a hook.
         width: E.
     """

@@ -470,9 +470,9 @@ def write_pipeline(
         folder: to be written.
         network: the trained part.
         frozen: the other parts.
-        scheduler: of generation.
+        scheduler: the sampler.
         resolution: default size of a transformer's images.
-        scaling_factor: of a VAE whose latents are normalised per channel, which is folded into its weights.
+        scaling_factor: scaling factor of the written VAE if latents are normalised per channel (`fold_scaling`).
 
     Raises:
         OSError: a file cannot be written.
