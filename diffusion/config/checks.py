@@ -154,9 +154,10 @@ def _times(config: Config) -> Iterator[str]:
             f"schedule.warmup '{config.schedule.warmup}' and schedule.cooldown '{config.schedule.cooldown}' are longer "
             f"than the run ({duration}). Shorten one."
         )
-    ema = config.algorithms.ema
-    start = parse_time(ema.start, "algorithms.ema.start").in_batches(**sizes) if ema is not None else None
-    if ema is not None and start is not None and start >= sizes["num_batches"]:
+    if (ema := config.algorithms.ema) is None:
+        return
+    start = parse_time(ema.start, "algorithms.ema.start").in_batches(**sizes)
+    if start is not None and start >= sizes["num_batches"]:
         yield (
             f"algorithms.ema.start is '{ema.start}', at or after the end of the run ({duration}). Start it earlier, or "
             "set algorithms.ema=null."
@@ -188,7 +189,7 @@ def _transformed_sizes(config: Config) -> Iterator[str]:
     if config.task is not Task.autoencoder or settings.equivariance is None or not is_judged:
         return
     sizes = image_sizes(streams if isinstance(streams, list) else [], config.data.resolution)
-    side = min([min(size) for size in sizes] or [config.data.resolution])
+    side = min((min(size) for size in sizes), default=config.data.resolution)
     if side * settings.equivariance.min_scale < LEAST_JUDGED_SIDE:
         yield (
             f"autoencoder.equivariance.min_scale is {settings.equivariance.min_scale}: images of {side} pixels would "

@@ -425,7 +425,8 @@ class _Merger:
     def build_scalar(self, kind: Any, value: Any, key: str) -> Any:
         """Convert a YAML scalar; TypeError or ValueError if it does not fit."""
         if kind is str and isinstance(value, bool | int | float):
-            return self.as_written(value, key)
+            text = self.node_text(key)  # `1e3`, whose value is 1000.0.
+            return str(value) if text is None or _is_interpolation(text) else text
         if isinstance(kind, type) and issubclass(kind, Enum):
             return kind(value)
         if kind is not str and isinstance(value, str) and _is_interpolation(self.node_text(key)):
@@ -433,11 +434,6 @@ class _Merger:
         if type(value) not in _SCALARS.get(kind, ()):
             raise TypeError
         return float(value) if kind is float else value
-
-    def as_written(self, value: Any, key: str) -> str:
-        """Text of a scalar: `1e3`, whose value is 1000.0; of an interpolation, that of its value."""
-        text = self.node_text(key)
-        return str(value) if text is None or _is_interpolation(text) else text
 
     def node_text(self, key: str) -> str | None:
         node, _ = self.source_of(key).find(key)

@@ -37,27 +37,22 @@ def is_secret_name(name: str) -> bool:
     return _SECRET_NAME.search(words.lower()) is not None
 
 
-def redact(value: Any, environment: Mapping[str, str] | None = None) -> Any:
-    """Redact secrets in plain containers: by name, by format, in URLs, and values of secret variables.
+def redact(value: Any) -> Any:
+    """Copy plain containers with `***` for each secret.
 
-    Args:
-        value: dictionaries, lists and scalars.
-        environment: environment variables; None: those of the process.
-
-    Returns:
-        A copy with `***` for each secret.
+    A secret is recognised by its key, by its format, in a URL, or as the value of an environment variable whose name
+    says so.
     """
     if isinstance(value, Mapping):
         return {
-            key: HIDDEN if child not in (None, "") and is_secret_name(str(key)) else redact(child, environment)
+            key: HIDDEN if child not in (None, "") and is_secret_name(str(key)) else redact(child)
             for key, child in value.items()
         }
     if isinstance(value, list | tuple):
-        return [redact(child, environment) for child in value]
+        return [redact(child) for child in value]
     if not isinstance(value, str):
         return value
-    variables = os.environ if environment is None else environment
-    secrets = [text for name, text in variables.items() if len(text) >= _MIN_LENGTH and is_secret_name(name)]
+    secrets = [text for name, text in os.environ.items() if len(text) >= _MIN_LENGTH and is_secret_name(name)]
     for secret in sorted(secrets, key=len, reverse=True):
         value = value.replace(secret, HIDDEN)
     value = _USER_IN_URL.sub(f"{HIDDEN}@", value)
@@ -70,7 +65,7 @@ def to_public_yaml(config: Any) -> str:
     return dump(redact(to_dict(config)))
 
 
-def redact_arguments(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
+def redact_arguments(arguments: Sequence[str]) -> list[str]:
     """Redact secrets in a command line with `key.sub=value` and `--option value`."""
     result: list[str] = []
     hides_next = False
@@ -82,7 +77,7 @@ def redact_arguments(arguments: Sequence[str], environment: Mapping[str, str] | 
         elif equals and names_secret:
             result.append(f"{name}={HIDDEN}")
         else:
-            result.append(_NESTED.sub(_hide_nested, redact(argument, environment)))
+            result.append(_NESTED.sub(_hide_nested, redact(argument)))
         hides_next = names_secret and not equals and argument.startswith("-")
     return result
 

@@ -223,7 +223,7 @@ class AverageSnapshots(Callback):
         ema: holds the averages.
         folder: the folder of the files.
         interval: batches between them, counted from the beginning of the run: `5000ba`.
-        dtype: of the stored tensors.
+        dtype: dtype of the stored tensors.
         remote: the run's checkpoints in an object store; None if they are in a folder.
     """
 

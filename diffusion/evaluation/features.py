@@ -122,9 +122,9 @@ class Clip(nn.Module):
 
         super().__init__()
         try:
-            self._model: Any = load_pretrained(CLIPModel, source, None, local_files_only, use_safetensors=True)
-            self._tokenizer = load_pretrained(CLIPTokenizer, source, None, local_files_only)
-            processor: Any = load_pretrained(CLIPImageProcessor, source, None, local_files_only)
+            self._model: Any = load_pretrained(CLIPModel, source, local_files_only=local_files_only)
+            self._tokenizer = load_pretrained(CLIPTokenizer, source, local_files_only=local_files_only)
+            processor: Any = load_pretrained(CLIPImageProcessor, source, local_files_only=local_files_only)
         except ConfigurationError as error:
             raise ConfigurationError(
                 f"{key}={source}: the CLIP model is missing. Give a folder with its config.json, model.safetensors, "

@@ -32,8 +32,8 @@ class ImageEncoder(nn.Module):
 
     Args:
         network: returns `last_hidden_state`, with tokens that have no position, such as CLS, at the beginning.
-        mean: of the channels in [0, 1].
-        std: likewise.
+        mean: mean of each channel in [0, 1].
+        std: standard deviation of each channel.
     """
 
     def __init__(self, network: Any, mean: list[float], std: list[float]) -> None:
@@ -64,7 +64,7 @@ class Alignment(nn.Module):
     The states are the output of a transformer's block, or of the middle of a U-Net.
 
     Args:
-        config: place and width.
+        config: block and width.
         network: U-Net or transformer whose hidden states are taken, by a hook.
         width: E.
     """
@@ -139,7 +139,7 @@ def load_image_encoder(folder: str) -> ImageEncoder:
     """
     kind, config = read_image_encoder(folder)
     options: dict[str, Any] = {"config": config, "dtype": torch.float32}
-    network = load_pretrained(kind, folder, None, local_files_only=True, use_safetensors=True, **options)
+    network = load_pretrained(kind, folder, local_files_only=True, **options)
     try:
         moments = json.loads((Path(folder).expanduser() / PREPROCESSOR).read_bytes())
         encoder = ImageEncoder(network, moments["image_mean"], moments["image_std"])

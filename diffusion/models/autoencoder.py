@@ -40,13 +40,12 @@ class PatchDiscriminator(nn.Sequential):
     It has GroupNorm instead of BatchNorm, so that the logits of an image do not depend on its microbatch.
     """
 
-    def __init__(self, num_channels: int = 64) -> None:
-        widths = [num_channels * factor for factor in (1, 2, 4, 8)]
-        layers: list[nn.Module] = [nn.Conv2d(3, widths[0], 4, stride=2, padding=1), nn.LeakyReLU(0.2)]
-        for before, after, stride in zip(widths[:-1], widths[1:], (2, 2, 1), strict=True):
+    def __init__(self) -> None:
+        layers: list[nn.Module] = [nn.Conv2d(3, 64, 4, stride=2, padding=1), nn.LeakyReLU(0.2)]
+        for before, after, stride in ((64, 128, 2), (128, 256, 2), (256, 512, 1)):
             convolution = nn.Conv2d(before, after, 4, stride=stride, padding=1, bias=False)
-            layers += [convolution, nn.GroupNorm(num_channels // 4, after), nn.LeakyReLU(0.2)]
-        super().__init__(*layers, nn.Conv2d(widths[-1], 1, 4, padding=1))
+            layers += [convolution, nn.GroupNorm(16, after), nn.LeakyReLU(0.2)]
+        super().__init__(*layers, nn.Conv2d(512, 1, 4, padding=1))
         for module in self:
             if isinstance(module, nn.Conv2d):
                 nn.init.normal_(module.weight, std=0.02)
@@ -81,10 +80,10 @@ def build_perceptual() -> _LPIPS:
     return _LPIPS(net="vgg", pnet_rand=True)
 
 
-def load_perceptual(path: str | None, key: str) -> nn.Module:
+def load_perceptual(path: str | None) -> nn.Module:
     """Build frozen LPIPS: two batches of images, float32 [B, 3, height, width] in [-1, 1] -> [B, 1, 1, 1].
 
-    The file at `path` (key `key` of the configuration) holds torchvision's weights of VGG16.
+    The file at `path` (`autoencoder.vgg_weights`) holds torchvision's weights of VGG16.
 
     Raises:
         ConfigurationError: the file is missing, or does not hold these weights.
@@ -92,8 +91,9 @@ def load_perceptual(path: str | None, key: str) -> nn.Module:
     file = Path(path).expanduser() if path else None
     if file is None or not file.is_file():
         raise ConfigurationError(
-            f"{key}={path}: the perceptual loss needs torchvision's {VGG_FILE} (from download.pytorch.org/models). Put "
-            "it on this machine and give its path, or set autoencoder.perceptual_weight=0."
+            f"autoencoder.vgg_weights={path}: the perceptual loss needs torchvision's {VGG_FILE} (from "
+            "download.pytorch.org/models). Put it on this machine and give its path, or set "
+            "autoencoder.perceptual_weight=0."
         )
     lpips = build_perceptual()
     try:
@@ -104,7 +104,9 @@ def load_perceptual(path: str | None, key: str) -> nn.Module:
         )
     except (RuntimeError, OSError, ValueError, LookupError, TypeError, EOFError, pickle.UnpicklingError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigurationError(f"{key}={path} does not hold the weights of {VGG_FILE}: {reason}") from error
+        raise ConfigurationError(
+            f"autoencoder.vgg_weights={path} does not hold the weights of {VGG_FILE}: {reason}"
+        ) from error
     return freeze(lpips)
 
 
@@ -165,7 +167,7 @@ class AutoencoderTraining(ComposerModel):
         # In a dictionary instead of the module tree: neither trained nor saved.
         self._frozen: dict[str, nn.Module] = {}
         if config.perceptual_weight > 0:
-            self._frozen["perceptual"] = load_perceptual(config.vgg_weights, "autoencoder.vgg_weights")
+            self._frozen["perceptual"] = load_perceptual(config.vgg_weights)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AutoencoderTraining":
         """Move or cast the frozen part with the rest (`to`, `cuda`, `half`)."""

@@ -39,7 +39,7 @@ from diffusion.randomness import NUM_SEEDS
 log = logging.getLogger(__name__)
 
 BESIDE_NETWORK = ("text_adapter.", "score_embedding.", "alignment.")
-"""How the names of trained weights begin that other models need not have."""
+"""Prefixes of trained weights that not every model has."""
 
 
 def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: int, seed: int) -> LatentDiffusion:
@@ -62,18 +62,15 @@ def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: 
             f"model.vae={config.vae or config.pretrained}: its latents have {channels} channels, the network "
             f"expects {network.config['in_channels']}. Set model.network.in_channels={channels} to train such a network"
         )
-    adapter = None
-    if config.text_adapter is not None:
-        text_encoder, options = frozen.text_encoder, config.text_adapter
-        adapter = with_seed(seed, lambda: build_text_adapter(options, text_encoder))
-    scores, alignment, encoder = config.score_conditioning, config.alignment, None
-    if alignment is not None:
-        encoder = load_image_encoder(alignment.path)
+    adapter, scores, alignment = config.text_adapter, config.score_conditioning, config.alignment
+    encoder = load_image_encoder(alignment.path) if alignment else None
     return LatentDiffusion(
         network=network,
-        text_adapter=adapter,
-        score_embedding=None if scores is None else with_seed(seed, lambda: build_score_embedding(scores, network)),
-        alignment=alignment and encoder and with_seed(seed, lambda: Alignment(alignment, network, encoder.width)),
+        text_adapter=with_seed(seed, lambda: build_text_adapter(adapter, frozen.text_encoder)) if adapter else None,
+        score_embedding=with_seed(seed, lambda: build_score_embedding(scores, network)) if scores else None,
+        alignment=with_seed(seed, lambda: Alignment(alignment, network, encoder.width))
+        if alignment and encoder
+        else None,
         image_encoder=encoder,
         frozen=frozen,
         noise_scheduler=build_noise_scheduler(objective),

@@ -84,12 +84,6 @@ class Conditioning(NamedTuple):
     scores: Tensor | None = None
     """float32 [B, S], NaN where missing; None unless the model is conditioned on scores."""
 
-    def unet_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the U-Net besides the text."""
-        if self.pooled is None:
-            return {}
-        return {"added_cond_kwargs": {"text_embeds": self.pooled, "time_ids": self.placement}}
-
     def to(self, dtype: torch.dtype) -> "Conditioning":
         """Cast the encoded text."""
         pooled = None if self.pooled is None else self.pooled.to(dtype)
@@ -134,7 +128,7 @@ class Conditioner:
         empty_token_ids: int64 [L], the empty caption.
         num_chunks: chunks of a caption that are encoded by themselves.
         is_extended: whether the network takes pooled text, sizes and crops (SDXL).
-        is_masked: whether the network is told which tokens are padding.
+        is_masked: whether the network takes a mask of the padding.
         is_adapted: whether an adapter follows, which takes hidden states before the final norm.
     """
 

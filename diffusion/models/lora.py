@@ -75,9 +75,9 @@ def kohya_layout(weights: Mapping[str, Tensor], config: LoraConfig, names: Mappi
     """LoRA's matrices of a U-Net by the names of kohya's sd-scripts.
 
     Args:
-        weights: of a U-Net with LoRA.
-        config: of LoRA.
-        names: of weights that are called otherwise there: those of SDXL's U-Net have the names of the original layout.
+        weights: weights of a U-Net with LoRA.
+        config: rank and alpha.
+        names: names in the original layout (`unet_names`) for SDXL; empty for other U-Nets.
     """
     found: dict[str, Tensor] = {}
     for layer in [name.removesuffix(_A) for name in weights if name.endswith(_A)]:

@@ -46,7 +46,10 @@ def predict(network: Network, noised: Tensor, timesteps: Tensor, conditioning: C
     """
     timesteps = timesteps.round().long() if timesteps.is_floating_point() else timesteps
     if isinstance(network, UNet2DConditionModel):
-        return network(noised, timesteps, conditioning.text, **conditioning.unet_arguments(), return_dict=False)[0]
+        added: Any = None
+        if conditioning.pooled is not None:  # SDXL.
+            added = {"text_embeds": conditioning.pooled, "time_ids": conditioning.placement}
+        return network(noised, timesteps, conditioning.text, added_cond_kwargs=added, return_dict=False)[0]
     timesteps = timesteps.expand(len(noised))
     return network(noised, timesteps, conditioning.text, attention_mask=conditioning.mask, return_dict=False)[0]
 

@@ -120,7 +120,7 @@ TARGETS = {
     # x_0 = x_t - (t / T) (noise - x_0), and SNR = (T / t - 1)^2.
     PredictionType.flow: Target(lambda latents, noise, rates: noise - latents, lambda snr: (snr.sqrt() + 1.0) ** 2),
 }
-"""All of what differs between prediction types in training."""
+"""Everything that differs between prediction types in training."""
 
 
 def min_snr_weight(target: Target, rates: Rates, gamma: float) -> Tensor:

@@ -24,12 +24,12 @@ from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from huggingface_hub import constants, snapshot_download
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, PreTrainedModel
 
 from diffusion.config.model import ModelConfig, PredictionType
 from diffusion.errors import ConfigurationError, DataError, error_context
+from diffusion.files import read_json
 from diffusion.models.architectures import (
     ARCHITECTURES,
     FLOW_PREDICTION,
@@ -157,22 +157,21 @@ def load_frozen_parts(config: ModelConfig) -> FrozenParts:
     Raises:
         ConfigurationError: weights are missing.
     """
-    spec = ARCHITECTURES[config.architecture]
-    source, options = config.pretrained, {"local_files_only": config.local_files_only, "use_safetensors": True}
+    spec, source, is_local = ARCHITECTURES[config.architecture], config.pretrained, config.local_files_only
     tokenizer = load_tokenizer(config)
     with error_context("model.pretrained"):
         if config.text_encoder.path is not None:
             text_encoder = load_language_model(config.text_encoder.path, tokenizer.pad_token_id)
         elif source:
-            text_encoder = _load_text_encoder(spec, source, **options)
+            text_encoder = _load_text_encoder(spec, source, is_local)
         else:
             text_encoder = with_seed(config.frozen_seed, lambda: build_text_encoder(spec))
     if config.vae:
         with error_context("model.vae"):
-            vae = load_pretrained(AutoencoderKL, config.vae, None, **options)
+            vae = load_pretrained(AutoencoderKL, config.vae, local_files_only=is_local)
     elif source:
         with error_context("model.pretrained"):
-            vae = load_pretrained(AutoencoderKL, source, "vae", **options)
+            vae = load_pretrained(AutoencoderKL, source, "vae", local_files_only=is_local)
     else:
         channels = {"latent_channels": latent_channels(config)}
         vae = with_seed(config.frozen_seed + 1, lambda: build_vae(spec, channels))
@@ -187,11 +186,12 @@ def load_frozen_parts(config: ModelConfig) -> FrozenParts:
     )
 
 
-def _load_text_encoder(spec: ArchitectureSpec, source: str, **options: Any) -> TextEncoder:
-    first = load_pretrained(CLIPTextModel, source, "text_encoder", **options)
+def _load_text_encoder(spec: ArchitectureSpec, source: str, is_local: bool) -> TextEncoder:
+    first = load_pretrained(CLIPTextModel, source, "text_encoder", local_files_only=is_local)
     if spec.text_encoder_2 is None:
         return first
-    return DualTextEncoder(first, load_pretrained(CLIPTextModelWithProjection, source, "text_encoder_2", **options))
+    second = load_pretrained(CLIPTextModelWithProjection, source, "text_encoder_2", local_files_only=is_local)
+    return DualTextEncoder(first, second)
 
 
 def load_language_model(folder: str, pad_token_id: int) -> LanguageModel:
@@ -204,7 +204,7 @@ def load_language_model(folder: str, pad_token_id: int) -> LanguageModel:
     """
     kind, config = read_language_model(folder)
     options: dict[str, Any] = {"config": config, "dtype": torch.float32, "attn_implementation": "eager"}
-    model = load_pretrained(kind, folder, None, local_files_only=True, use_safetensors=True, **options)
+    model = load_pretrained(kind, folder, local_files_only=True, **options)
     return LanguageModel(model, pad_token_id)
 
 
@@ -233,7 +233,7 @@ def hub_unavailable_reason() -> str | None:
 
 
 def load_pretrained(
-    kind: type[Loaded], source: str, subfolder: str | None, local_files_only: bool, **options: Any
+    kind: type[Loaded], source: str, subfolder: str | None = None, *, local_files_only: bool, **options: Any
 ) -> Loaded:
     """Load one part from a folder in the diffusers layout, from the hub, or from the local cache of the hub.
 
@@ -246,7 +246,7 @@ def load_pretrained(
     folder = _local_folder(source)
     unavailable = None if folder is not None or local_files_only else hub_unavailable_reason()
     if issubclass(kind, nn.Module):
-        options["output_loading_info"] = True
+        options |= {"use_safetensors": True, "output_loading_info": True}
     try:
         loaded: Any = kind.from_pretrained(  # pyright: ignore[reportAttributeAccessIssue]
             source if folder is None else str(folder),
@@ -296,16 +296,14 @@ def read_pipeline_network(folder: Path, network: Network) -> dict[str, Tensor]:
         DataError: a file is damaged.
     """
     component = component_name(network)
-    part = folder / component
-    files = sorted(part.glob(f"{_WEIGHTS}*.safetensors"))
+    part, config = folder / component, folder / component / "config.json"
     # Weights of another precision may lie beside them: diffusion_pytorch_model.fp16.safetensors.
-    files = [file for file in files if file.name.removesuffix(".safetensors").count(".") == 0]
-    if not files or not (part / "config.json").is_file():
+    files = [file for file in sorted(part.glob(f"{_WEIGHTS}*.safetensors")) if file.name.count(".") == 1]
+    if not files or not config.is_file():
         raise ConfigurationError(f"{part} holds no config.json and {_WEIGHTS}.safetensors: give a pipeline's folder")
-    path = part / "config.json"
     with torch.device("meta"):
-        there: Any = type(network)(**{k: v for k, v in _read_config(path).items() if not k.startswith("_")})
-    _check_config(there, network, f"{path}", "model.network")
+        there: Any = type(network)(**{k: v for k, v in read_json(config).items() if not k.startswith("_")})
+    _check_config(there, network, str(config), "model.network")
     return {f"{component}.{name}": tensor for file in files for name, tensor in read_safetensors(file).items()}
 
 
@@ -321,7 +319,7 @@ def read_vae(source: str, vae: AutoencoderKL) -> dict[str, Tensor]:
     """
     subfolder = "vae" if (Path(source).expanduser() / "vae").is_dir() else None
     # Not the file itself: diffusers renames the attention of older VAEs.
-    stored = load_pretrained(AutoencoderKL, source, subfolder, local_files_only=True, use_safetensors=True)
+    stored = load_pretrained(AutoencoderKL, source, subfolder, local_files_only=True)
     _check_config(stored, vae, source, "autoencoder.vae")
     return stored.state_dict()
 
@@ -332,10 +330,8 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     Raises:
         DataError: it is missing or damaged.
     """
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise DataError(f"{path} is not a file of weights, or damaged: {error}") from error
+    with open_safetensors(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 @contextmanager
@@ -388,20 +384,13 @@ def read_noise_schedule(source: Path) -> dict[str, Any] | None:
             stored = json.loads((file.metadata() or {}).get(SCHEDULER_KEY, "null"))
     else:
         path = source / SCHEDULER_CONFIG
-        stored = _read_config(path) if path.is_file() else None
+        stored = read_json(path) if path.is_file() else None
     if stored is None:
         return None
     arguments = signature(DDIMScheduler).parameters
     if stored.get("prediction_type") == FLOW_PREDICTION:
         return {"prediction_type": PredictionType.flow.value, "shift": stored["flow_shift"]}
     return {key: stored.get(key, arguments[key].default) for key in _SCHEDULE_KEYS}
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
 
 
 def _check_config(there: Any, here: Any, source: str, key: str) -> None:
@@ -460,11 +449,10 @@ def fold_scaling(vae: AutoencoderKL, scaling: LatentScaling, factor: float = 1.0
 
 def _identity(num_channels: int) -> nn.Conv2d:
     """Identity as a 1x1 convolution."""
-    convolution = nn.Conv2d(num_channels, num_channels, 1)
-    with torch.no_grad():
-        convolution.weight.copy_(torch.eye(num_channels)[:, :, None, None])
-        convolution.bias.zero_()  # pyright: ignore[reportOptionalMemberAccess]
-    return convolution.requires_grad_(False)
+    convolution = nn.Conv2d(num_channels, num_channels, 1).requires_grad_(False)
+    nn.init.dirac_(convolution.weight)
+    nn.init.zeros_(convolution.bias)  # pyright: ignore[reportArgumentType]
+    return convolution
 
 
 def write_pipeline(
@@ -482,9 +470,9 @@ def write_pipeline(
         folder: to be written.
         network: the trained part.
         frozen: the other parts.
-        scheduler: of generation.
+        scheduler: the sampler.
         resolution: default size of a transformer's images.
-        scaling_factor: of a VAE whose latents are normalised per channel, which is folded into its weights.
+        scaling_factor: scaling factor of the written VAE if latents are normalised per channel (`fold_scaling`).
 
     Raises:
         OSError: a file cannot be written.

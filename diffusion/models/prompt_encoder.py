@@ -72,8 +72,7 @@ class PromptEncoder:
             encoder = load_language_model(str(path / "text_encoder"), self._tokenizer.pad_token_id)
         else:
             self._tokenizer = load_pretrained(CLIPTokenizer, str(path), "tokenizer", local_files_only=True)
-            options = {"local_files_only": True, "use_safetensors": True}
-            encoder = load_pretrained(CLIPTextModel, str(path), "text_encoder", **options)
+            encoder = load_pretrained(CLIPTextModel, str(path), "text_encoder", local_files_only=True)
         self._adapter = None
         if settings["adapter"] is not None:
             self._adapter = build_text_adapter(TextAdapterConfig(**settings["adapter"]), encoder)

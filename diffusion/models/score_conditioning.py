@@ -86,7 +86,8 @@ class ScoreConditioner:
     def __init__(self, network: Network, embedding: ScoreEmbedding) -> None:
         self._embedding = embedding
         self._added: Tensor | None = None
-        network.get_submodule(time_embedding_of(network)).register_forward_hook(self._add)
+        time_embedding = LAST_LAYERS[component_name(network)].partition(".")[0]
+        network.get_submodule(time_embedding).register_forward_hook(self._add)
 
     def set(self, scores: Tensor) -> None:
         """Compute what is added in the next forward pass, from scores float32 [B, S], NaN where missing."""
@@ -99,11 +100,6 @@ class ScoreConditioner:
         added, self._added = self._added, None
         assert added is not None, "scores are set before each forward pass"
         return output + added.to(output.dtype)
-
-
-def time_embedding_of(network: nn.Module) -> str:
-    """Name of the module of a network that embeds the timestep."""
-    return LAST_LAYERS[component_name(network)].partition(".")[0]
 
 
 def build_score_embedding(config: ScoreConditioningConfig, network: nn.Module) -> ScoreEmbedding:
@@ -119,10 +115,10 @@ def fold_scores(
     """Fold scores, asked for by name, into the time embedding: the network gives without the hook what it gave with it.
 
     Args:
-        weights: of the model, by their names in it.
+        weights: weights of the model by name.
         component: the network's name in the model.
-        embedding: of scores.
-        scores: the scores.
+        embedding: the trained embedding.
+        scores: scores by name; the others are "none".
 
     Returns:
         The weights with another bias.

@@ -76,7 +76,7 @@ class TextAdapter(nn.Module):
         shape = {"num_heads": config.num_attention_heads, "inner": config.intermediate_size}
         options = {**shape, "activation": config.hidden_act, "eps": config.layer_norm_eps}
         self.layers = nn.ModuleList(_Layer(config.hidden_size, **options) for _ in range(num_layers))
-        norm = final_norm(text_encoder)
+        norm = _inside(text_encoder).final_layer_norm
         self.shape = AdapterShape(num_layers, config.hidden_size, config.intermediate_size, config.hidden_size)
         self.final_layer_norm = nn.LayerNorm(norm.weight.shape, norm.eps)
         self.final_layer_norm.load_state_dict(norm.state_dict())
@@ -128,11 +128,6 @@ def build_text_adapter(config: TextAdapterConfig, text_encoder: nn.Module) -> Ad
         return LanguageAdapter(text_encoder.width, config.width or text_encoder.width, config.layers)
     assert isinstance(text_encoder, CLIPTextModel)
     return TextAdapter(text_encoder, config.layers)
-
-
-def final_norm(text_encoder: CLIPTextModel) -> nn.LayerNorm:
-    """Final norm of a CLIP text encoder."""
-    return _inside(text_encoder).final_layer_norm
 
 
 def _inside(text_encoder: CLIPTextModel) -> Any:

@@ -60,7 +60,7 @@ class TokenRouter:
         blocks[-1].register_forward_hook(self._leave)
 
     def select(self, seed: int, step: Tensor, sample: Tensor, num_tokens: int, *, is_training: bool = True) -> None:
-        """Draw the tokens of the next forward pass, see `select_tokens`; all, unless it is one of training."""
+        """Draw the tokens that are kept in the next forward pass (`select_tokens`); all of them outside of training."""
         num_kept = self._config.num_kept(num_tokens)
         self.kept = select_tokens(seed, step, sample, num_tokens, num_kept) if is_training else None
 
@@ -79,7 +79,7 @@ class TokenRouter:
         return (), named
 
     def _leave(self, block: nn.Module, _: Any, output: Tensor) -> Tensor | None:
-        """Put the kept tokens [B, K, D] back in their places: [B, L, D]."""
+        """Put the kept tokens [B, K, D] back at their positions: [B, L, D]."""
         if self.kept is None or not block.training:
             return None
         return self._tokens.scatter(1, self.kept[..., None].expand_as(output), output)

@@ -1,6 +1,5 @@
 """Faster networks: the same parameters, names and results up to rounding."""
 
-from diffusers.models.transformers.transformer_prx import PRXTransformer2DModel
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch import nn
 
@@ -23,17 +22,13 @@ def apply(network: nn.Module, config: PerformanceConfig, device: Device) -> None
     """Change a network in place, before it is sharded or has adapters: classes of modules only, no parameter.
 
     Raises:
-        ConfigurationError: device or network do not support CUDA graphs or the kernel of the attention.
+        ConfigurationError: the device does not support CUDA graphs or the kernel of the attention.
     """
     if device is Device.cpu and config.cuda_graphs:
         raise ConfigurationError("performance.cuda_graphs is for GPUs, and this run is on a CPU: set it to false")
     if device is Device.cpu and config.attention in (AttentionBackend.cudnn, AttentionBackend.efficient):
         raise ConfigurationError(
             f"performance.attention={config.attention.value} is for GPUs, and this run is on a CPU: set it to auto"
-        )
-    if isinstance(network, PRXTransformer2DModel) and config.attention is AttentionBackend.flash:
-        raise ConfigurationError(
-            "performance.attention=flash takes no mask, and a transformer masks the padding of captions: set it to auto"
         )
     if config.channels_last and isinstance(network, UNet2DConditionModel):
         keep_channels_last(network, is_fused=config.fused_norms)

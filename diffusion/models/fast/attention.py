@@ -56,12 +56,11 @@ class AttentionProcessor(AttnProcessor2_0):
         if attention_mask is not None or args or kwargs:
             return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, temb, *args, **kwargs)
         is_cross = encoder_hidden_states is not None
-        source = encoder_hidden_states if encoder_hidden_states is not None else hidden_states
         if is_cross:
             query = attn.to_q(hidden_states)
-            key, value = self._project(source, attn.to_k, attn.to_v)
+            key, value = self._project(encoder_hidden_states, attn.to_k, attn.to_v)
         else:
-            query, key, value = self._project(source, attn.to_q, attn.to_k, attn.to_v)
+            query, key, value = self._project(hidden_states, attn.to_q, attn.to_k, attn.to_v)
         query, key, value = (x.unflatten(-1, (attn.heads, -1)).transpose(1, 2) for x in (query, key, value))
         attended = self._attend(query, key, value, is_cross).transpose(1, 2).flatten(2)
         return attn.to_out[1](attn.to_out[0](attended))  # pyright: ignore[reportOptionalSubscript]

@@ -19,8 +19,9 @@ def test_names_of_other_things(name: str) -> None:
     assert not is_secret_name(name)
 
 
-def test_secrets_are_hidden_by_name_by_shape_in_addresses_and_by_value() -> None:
-    environment = {"STORE_PASSWORD": "correct horse", "HOME": "/home/someone", "SHORT_TOKEN": "abc"}
+def test_secrets_are_hidden_by_name_by_shape_in_addresses_and_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"STORE_PASSWORD": "correct horse", "HOME": "/home/someone", "SHORT_TOKEN": "abc"}.items():
+        monkeypatch.setenv(name, value)
     config = {
         "secret_access_key": "x1",
         "remote": "sftp://me:pass@host/data?X-Amz-Signature=abc123&part=2",
@@ -29,7 +30,7 @@ def test_secrets_are_hidden_by_name_by_shape_in_addresses_and_by_value() -> None
         "token": None,
         "lr": 1e-4,
     }
-    assert redact(config, environment) == {
+    assert redact(config) == {
         "secret_access_key": "***",
         "remote": "sftp://***@host/data?X-Amz-Signature=***&part=2",
         "note": ["the *** of abc", "***"],
@@ -48,7 +49,7 @@ def test_secrets_are_hidden_in_a_command_line() -> None:
         "y",
         "p=[{path: m, arguments: {api_key: z, n: 1}}]",
     ]
-    assert redact_arguments(arguments, {}) == [
+    assert redact_arguments(arguments) == [
         "run.yaml",
         "optimizer.lr=1",
         "a.api_key=***",

@@ -17,7 +17,6 @@ from diffusion.models.autoencoder import (
 )
 from tests.tools.toys import write_vgg
 
-KEY = "autoencoder.vgg_weights"
 START = 7
 
 
@@ -116,7 +115,7 @@ def test_the_optimizer_has_a_group_for_each_side(model):
 
 def test_the_perceptual_distance_is_lpips_on_the_weights_of_the_file(tmp_path):
     features = write_vgg(tmp_path / "vgg.pth")
-    lpips = load_perceptual(str(tmp_path / "vgg.pth"), KEY)
+    lpips = load_perceptual(str(tmp_path / "vgg.pth"))
     images, others = random_pixels(2, 3, 32, 32), random_pixels(2, 3, 32, 32, seed=1)
     shift, scale = torch.tensor([-0.030, -0.088, -0.188]), torch.tensor([0.458, 0.448, 0.450])
     maps = [(x - shift[:, None, None]) / scale[:, None, None] for x in (images, others)]
@@ -138,7 +137,7 @@ def test_without_the_weights_of_vgg_the_error_names_the_file(tmp_path, content):
         file.write_bytes(content)
     elif content is not None:
         torch.save(content, file)
-    with pytest.raises(ConfigurationError, match=f"{KEY}={file}.*vgg16-397923af.pth"):
+    with pytest.raises(ConfigurationError, match=f"autoencoder.vgg_weights={file}.*vgg16-397923af.pth"):
         AutoencoderTraining(
             build_vae(ARCHITECTURES[Architecture.tiny]),
             AutoencoderConfig(perceptual_weight=1, vgg_weights=str(file)),

@@ -18,8 +18,8 @@ from diffusion.config.model import Architecture, FlowConfig, ModelConfig, Object
 from diffusion.errors import ConfigurationError
 from diffusion.models import LatentDiffusion, tiny
 from diffusion.models.build import build_model
-from diffusion.models.pretrained import SCHEDULER_CONFIG, FrozenParts, write_pipeline
-from diffusion.models.sampling import inference_scheduler
+from diffusion.models.pretrained import SCHEDULER_CONFIG
+from tests.tools.pipelines import write_model
 
 HUB_NAME = "someone/pipe"
 
@@ -27,20 +27,6 @@ try:
     from huggingface_hub import close_session as reset_sessions
 except ImportError:  # Before version 1.
     from huggingface_hub.utils._http import reset_sessions
-
-
-def write(model: LatentDiffusion, folder: Path) -> Path:
-    """Write a model as a pipeline."""
-    folder.mkdir()
-    frozen = FrozenParts(
-        vae=model.vae,
-        text_encoder=model.text_encoder,
-        tokenizer=model.tokenizer,
-        latent_scaling=model.latent_scaling,
-    )
-    scheduler = inference_scheduler(model.noise_scheduler)
-    write_pipeline(folder, network=model.unet, frozen=frozen, scheduler=scheduler)
-    return folder
 
 
 def change(file: Path, **entries) -> None:
@@ -55,7 +41,7 @@ def epsilon() -> LatentDiffusion:
 @pytest.fixture(scope="module")
 def folder(epsilon, tmp_path_factory) -> Path:
     """Trained with another prediction type than is usual with the family."""
-    return write(epsilon, tmp_path_factory.mktemp("build") / "pipe")
+    return write_model(epsilon, tmp_path_factory.mktemp("build") / "pipe")
 
 
 @pytest.fixture
@@ -113,7 +99,7 @@ def test_a_unet_keeps_the_prediction_type_of_its_folder(kind, folder, epsilon):
 def test_rectified_flow_is_taken_from_the_folder(tmp_path):
     objective = ObjectiveConfig(prediction_type=PredictionType.flow, flow=FlowConfig(shift=3.0))
     model = build_model(ModelConfig(architecture=Architecture.tiny), objective, resolution=32, seed=17)
-    path = str(write(model, tmp_path / "pipe"))
+    path = str(write_model(model, tmp_path / "pipe"))
     loaded = tiny(path, network=path)
     assert (loaded.objective.prediction_type, loaded.objective.flow.shift) == (PredictionType.flow, 3.0)
     with pytest.raises(ConfigurationError, match="prediction_type"):
@@ -121,7 +107,7 @@ def test_rectified_flow_is_taken_from_the_folder(tmp_path):
 
 
 def test_a_zero_terminal_schedule_is_taken_from_the_folder(tmp_path):
-    path = str(write(tiny(zero_terminal_snr=True), tmp_path / "pipe"))
+    path = str(write_model(tiny(zero_terminal_snr=True), tmp_path / "pipe"))
     loaded = tiny(path, network=path)
     assert loaded.objective.zero_terminal_snr
     assert loaded.noise_scheduler.alphas_cumprod[-1] == 0

@@ -20,13 +20,14 @@ from diffusion.models import build_model, count_parameters
 from diffusion.models.architectures import text_shape
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.networks import text_width_of
-from diffusion.models.pretrained import FrozenParts, module_identity, tokenizer_identity, write_pipeline
+from diffusion.models.pretrained import module_identity, tokenizer_identity
 from diffusion.models.prompt_encoder import PromptEncoder, write_prompt_encoder
-from diffusion.models.sampling import image_seeds, inference_scheduler, initial_latents
+from diffusion.models.sampling import image_seeds, initial_latents
 from diffusion.models.text_adapter import LanguageAdapter
 from diffusion.models.tokenizers import caption_tokenizer, load_tokenizer
 from diffusion.planning.memory import parameter_counts
 from tests.tools.language_models import WIDTHS, WORDS, write_language_model
+from tests.tools.pipelines import write_model
 
 LONG = " ".join(WORDS[i % len(WORDS)] for i in range(85))
 NETWORKS = {
@@ -138,11 +139,7 @@ def test_an_export_gives_the_images_of_generate(folders, tmp_path, kind, adapter
     else:
         config = config_of(folders[kind], architecture, adapter)
     model = build(config).eval()
-    frozen = FrozenParts(
-        vae=model.vae, text_encoder=model.text_encoder, tokenizer=model.tokenizer, latent_scaling=model.latent_scaling
-    )
-    scheduler = inference_scheduler(model.noise_scheduler)
-    write_pipeline(tmp_path, network=model.network, frozen=frozen, scheduler=scheduler, resolution=32)
+    write_model(model, tmp_path, resolution=32)
     is_masked = architecture is Architecture.tiny_transformer
     write_prompt_encoder(tmp_path, config, model.text_adapter, is_masked=is_masked)
     pipeline = DiffusionPipeline.from_pretrained(tmp_path, local_files_only=True)

@@ -9,16 +9,10 @@ from diffusion.config.model import Architecture, FlowConfig, ModelConfig, Object
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.models import LatentDiffusion, build_model
 from diffusion.models.architectures import TINY, build_vae, count_parameters, with_seed
-from diffusion.models.pretrained import (
-    FrozenParts,
-    LatentScaling,
-    fold_scaling,
-    read_pipeline_network,
-    read_vae,
-    write_pipeline,
-)
-from diffusion.models.sampling import image_seeds, inference_scheduler, initial_latents
+from diffusion.models.pretrained import LatentScaling, fold_scaling, read_pipeline_network, read_vae
+from diffusion.models.sampling import image_seeds, initial_latents
 from diffusion.models.tokenizers import build_clip_tokenizer, clip_merges, tokenize
+from tests.tools.pipelines import write_model
 
 PROMPTS = ["a red circle", "Blue star, 42!"]
 
@@ -31,19 +25,6 @@ def build(architecture: Architecture, scaling: LatentScaling | None = None, **ob
     if scaling is not None:
         model.latent_scaling = scaling
     return model
-
-
-def write(model: LatentDiffusion, folder: Path) -> Path:
-    folder.mkdir()
-    frozen = FrozenParts(
-        vae=model.vae,
-        text_encoder=model.text_encoder,
-        tokenizer=model.tokenizer,
-        latent_scaling=model.latent_scaling,
-    )
-    scheduler = inference_scheduler(model.noise_scheduler)
-    write_pipeline(folder, network=model.network, frozen=frozen, scheduler=scheduler)
-    return folder
 
 
 PER_CHANNEL = LatentScaling((0.3, -1.2, 0.1, 2.0), (0.5, 1.7, 0.9, 3.0))
@@ -64,7 +45,7 @@ def test_a_pipeline_gives_the_images_of_generate(architecture, scaling, objectiv
     model = build(architecture, scaling, **objective)
     if scaling is not PER_CHANNEL:
         model.vae.register_to_config(scaling_factor=0.18215)
-    folder = write(model, tmp_path / "folder")
+    folder = write_model(model, tmp_path / "folder")
     assert not [path for path in folder.rglob("*") if path.suffix in (".bin", ".pt", ".pkl", ".ckpt")]
     pipeline = DiffusionPipeline.from_pretrained(folder, local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
@@ -119,7 +100,7 @@ def test_a_pipeline_with_a_vae_of_16_channels_gives_the_images_of_generate(archi
     model = build_model(config, objective, resolution=32, seed=17).eval()
     assert model.latent_scaling == LatentScaling((0.1159,), (1 / 0.3611,))
     assert count_parameters(config)["network"] == sum(p.numel() for p in model.network.parameters())
-    pipeline = DiffusionPipeline.from_pretrained(write(model, tmp_path / "folder"), local_files_only=True)
+    pipeline = DiffusionPipeline.from_pretrained(write_model(model, tmp_path / "folder"), local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
     is_transformer = architecture is Architecture.tiny_transformer
     options = {"use_resolution_binning": False, "skip_text_cleaning": True} if is_transformer else {}
@@ -166,7 +147,7 @@ def test_a_unet_in_several_files_equals_that_in_one(tmp_path):
 
 def test_weights_of_another_network_with_the_same_shapes_are_rejected(tmp_path):
     model = build(Architecture.tiny)
-    write(model, tmp_path / "folder")
+    write_model(model, tmp_path / "folder")
     other = ModelConfig(architecture=Architecture.tiny, network={"block_out_channels": [16, 32], "norm_num_groups": 8})
     unet = build_model(other, ObjectiveConfig(), resolution=32, seed=1).unet
     with pytest.raises(ConfigurationError, match=r"unet/config\.json: norm_num_groups"):

@@ -23,7 +23,6 @@ from diffusion.config.training import Device
 from diffusion.datasets.batch import BatchKey
 from diffusion.models import build_model, fast
 from diffusion.models.build import load_weights
-from diffusion.models.fast.compilation import _compiled
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.score_conditioning import drop_scores, fold_scores, fourier_features
 from diffusion.planning.memory import _network_counts
@@ -181,18 +180,12 @@ def test_weights_without_scores_leave_them_as_they_are():
 
 
 @pytest.mark.parametrize("compilation", ["blocks", "unet"])
-def test_compiled_in_one_graph(compilation, monkeypatch):
-    compile_graph = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda model, **options: compile_graph(model, **{**options, "options": None}, backend="eager")
-    )
-    _compiled.cache_clear()
+def test_compiled_in_one_graph(compilation, traced):
     model = build(0.5)
     fast.apply(model.network, PerformanceConfig(compilation=Compilation(compilation)), Device.cpu)
     expected = gradients(build(0.5), [batch(), batch(4)])
     for one, two in zip(expected, gradients(model, [batch(), batch(4)]), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
-    _compiled.cache_clear()
 
 
 def test_parameters_are_planned():

@@ -19,7 +19,6 @@ from diffusion.config.training import Device
 from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError
 from diffusion.models import build_model, fast
-from diffusion.models.fast.compilation import _compiled
 from diffusion.models.flops import count_flops
 from diffusion.models.latent_diffusion import LatentDiffusion, Prediction
 from diffusion.models.token_routing import TokenRouter, select_tokens
@@ -148,18 +147,12 @@ def test_recomputed_activations_give_the_same_gradients():
 
 
 @pytest.mark.parametrize("compilation", [Compilation.blocks, Compilation.unet])
-def test_compiled_in_one_graph_each(compilation, monkeypatch):
-    compile_graph = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda model, **options: compile_graph(model, **{**options, "options": None}, backend="eager")
-    )
-    _compiled.cache_clear()
+def test_compiled_in_one_graph_each(compilation, traced):
     model = build(ROUTING)
     fast.apply(model.network, PerformanceConfig(compilation=compilation), Device.cpu)
     expected = gradients(build(ROUTING), [batch(), batch(4)])
     for one, two in zip(expected, gradients(model, [batch(), batch(4)]), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
-    _compiled.cache_clear()
 
 
 def test_operations_are_those_that_torch_counts():

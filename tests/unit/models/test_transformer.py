@@ -11,9 +11,9 @@ from diffusion.models import build_model
 from diffusion.models.architectures import side_factor
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.networks import predict
-from diffusion.models.pretrained import FrozenParts, write_pipeline
-from diffusion.models.sampling import image_seeds, inference_scheduler, initial_latents
+from diffusion.models.sampling import image_seeds, initial_latents
 from diffusion.models.tokenizers import tokenize
+from tests.tools.pipelines import write_model
 
 SMALL = {"hidden_size": 64, "num_heads": 4, "depth": 2, "axes_dim": (8, 8)}
 
@@ -87,11 +87,7 @@ def test_images_of_any_size(model):
 
 
 def test_the_pipeline_of_diffusers_gives_the_images_of_generate(model, tmp_path):
-    frozen = FrozenParts(
-        vae=model.vae, text_encoder=model.text_encoder, tokenizer=model.tokenizer, latent_scaling=model.latent_scaling
-    )
-    scheduler = inference_scheduler(model.noise_scheduler)
-    write_pipeline(tmp_path, network=model.network, frozen=frozen, scheduler=scheduler, resolution=32)
+    write_model(model, tmp_path, resolution=32)
     pipeline = DiffusionPipeline.from_pretrained(tmp_path, local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
     assert pipeline.get_default_resolution() == 32

@@ -1,7 +1,5 @@
 """A transformer made fast has the names, results and gradients of the plain one, and one graph for all its blocks."""
 
-import functools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,10 +7,8 @@ from torch import Tensor, nn
 
 from diffusion.config.model import Architecture, AttentionBackend, Compilation, ModelConfig, PerformanceConfig
 from diffusion.config.training import Device
-from diffusion.errors import ConfigurationError
 from diffusion.models import fast
 from diffusion.models.architectures import build_network, with_seed
-from diffusion.models.fast import compilation
 
 SMALL = ModelConfig(
     architecture=Architecture.tiny_transformer,
@@ -36,18 +32,6 @@ def loss_of(network: nn.Module, seed: int = 0) -> Tensor:
     mask = torch.arange(7) < torch.tensor([[3], [7]])
     prediction = network(noised, torch.tensor([30, 700]), text, attention_mask=mask, return_dict=False)[0]
     return F.mse_loss(prediction, noised)
-
-
-@pytest.fixture
-def traced(monkeypatch):
-    """`torch.compile` without code generation: graphs and breaks are the same."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    compilation._compiled.cache_clear()
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    compilation._compiled.cache_clear()
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("attention", [AttentionBackend.auto, AttentionBackend.math])
@@ -81,5 +65,3 @@ def test_the_backend_that_is_asked_for_computes_the_attention(monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", look)
     loss_of(build(PerformanceConfig(attention=AttentionBackend.math)))
     assert set(found) == {(True, False)}
-    with pytest.raises(ConfigurationError, match=r"performance\.attention=flash"):
-        build(PerformanceConfig(attention=AttentionBackend.flash))

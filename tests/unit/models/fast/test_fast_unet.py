@@ -313,19 +313,6 @@ def test_gradients_are_reduced_once_per_step(process_group, collectives, is_loca
 # Compilation
 
 
-@pytest.fixture
-def traced(monkeypatch):
-    """`torch.compile` without code generation: graphs and breaks are the same."""
-    compile_ = functools.partial(torch.compile, backend="eager")
-    monkeypatch.setattr(torch, "compile", compile_)
-    compilation._compiled.cache_clear()
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    compilation._compiled.cache_clear()
-    torch._dynamo.reset()
-
-
 def num_graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
