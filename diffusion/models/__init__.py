@@ -1,7 +1,17 @@
 """Models: the public names for notebooks. The import needs no GPU, network or distributed start-up."""
 
 from diffusion.models.architectures import count_parameters
-from diffusion.models.build import build_model, stable_diffusion_2, stable_diffusion_xl, tiny, tiny_xl
+from diffusion.models.build import (
+    build_model,
+    stable_diffusion_2,
+    stable_diffusion_xl,
+    tiny,
+    tiny_transformer,
+    tiny_xl,
+    transformer_l,
+    transformer_m,
+    transformer_s,
+)
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.pretrained import FrozenParts, load_frozen_parts
 
@@ -14,5 +24,9 @@ __all__ = [
     "stable_diffusion_2",
     "stable_diffusion_xl",
     "tiny",
+    "tiny_transformer",
     "tiny_xl",
+    "transformer_l",
+    "transformer_m",
+    "transformer_s",
 ]
