@@ -207,7 +207,7 @@ def test_mistakes_on_the_command_line(write, override, parts):
 
 def test_all_mistakes_at_once(write):
     text = failure(write(COMPLETE), "seed=x", "lr=1")
-    assert "2 mistakes" in text and "seed is 'x'" in text and "optimizer.lr?" in text
+    assert "2 problems" in text and "seed is 'x'" in text and "optimizer.lr?" in text
 
 
 def test_an_error_names_the_file_that_the_value_comes_from(write):

@@ -24,7 +24,8 @@ from diffusion.evaluation.generate import (
 from diffusion.evaluation.images import image_files
 from diffusion.evaluation.prompts import Prompt
 from diffusion.models.latent_diffusion import LatentDiffusion
-from tests.unit.models.test_pretrained import build, write
+from tests.tools.pipelines import write_model
+from tests.unit.models.test_pretrained import build
 
 CPU = torch.device("cpu")
 
@@ -45,7 +46,7 @@ def model(request: pytest.FixtureRequest) -> LatentDiffusion:
 
 @pytest.fixture(scope="module")
 def folder(model: LatentDiffusion, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(model, tmp_path_factory.mktemp("exported") / "pipeline")
+    return write_model(model, tmp_path_factory.mktemp("exported") / "pipeline")
 
 
 def generated(generator: Generator, folder: Path, scale: float, sampler: Sampler | None) -> np.ndarray:
