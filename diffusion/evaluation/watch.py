@@ -143,8 +143,9 @@ class Watcher:
             def record() -> None:
                 assert lease is not None
                 lease.renew()  # After a suspension of this process another watcher may have taken it over.
-                run.record(name, skipped, load_config_of(copy) if skipped is None else None)
-                remove_copy(copy)
+                config = load_config_of(copy) if skipped is None else None
+                remove_copy(copy)  # Before the record: what is recorded is not looked at again.
+                run.record(name, skipped, config)
 
             on_first_rank(record)
         self._idle_since = time.monotonic()

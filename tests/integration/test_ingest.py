@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import boto3
 import pytest
+from boto3.session import Session
 
 from diffusion import storage
 from diffusion.datasets.manifest import PreparedManifest
@@ -145,10 +145,10 @@ class Cloud(NamedTuple):
             self.sqs.send_message(QueueUrl=self.queue, MessageBody=json.dumps({"Records": [record]}))
 
     def num_messages(self) -> int:
-        """Messages that were not deleted, in flight or not."""
+        """Messages that were not deleted, in flight or not; what becomes visible between both counts is in neither."""
         names = ["ApproximateNumberOfMessages", "ApproximateNumberOfMessagesNotVisible"]
-        answer = self.sqs.get_queue_attributes(QueueUrl=self.queue, AttributeNames=names)
-        return sum(int(answer["Attributes"][name]) for name in names)
+        answers = [self.sqs.get_queue_attributes(QueueUrl=self.queue, AttributeNames=names) for _ in range(2)]
+        return max(sum(int(answer["Attributes"][name]) for name in names) for answer in answers)
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +187,7 @@ def cloud(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
     }.items():
         monkeypatch.setenv(name, value)
     storage._s3_client.cache_clear()
-    s3, sqs = (boto3.client(name, endpoint_url=endpoint) for name in ("s3", "sqs"))
+    s3, sqs = (Session().client(name, endpoint_url=endpoint) for name in ("s3", "sqs"))
     for bucket in ("uploads", "prepared"):
         s3.create_bucket(Bucket=bucket)
     queue = sqs.create_queue(QueueName="uploads")["QueueUrl"]

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import boto3
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from boto3.session import Session
 from botocore.httpsession import URLLib3Session
 from streaming import MDSWriter
 
@@ -77,7 +77,7 @@ def layouts(tmp_path) -> Path:
 
 
 def upload(folder: Path, url: str) -> None:
-    client = boto3.client("s3", endpoint_url=os.environ["S3_ENDPOINT_URL"])
+    client = Session().client("s3", endpoint_url=os.environ["S3_ENDPOINT_URL"])
     bucket, _, prefix = url.removeprefix("s3://").partition("/")
     for name, content in tree(folder).items():
         client.put_object(Bucket=bucket, Key=f"{prefix}/{name}", Body=content)
@@ -118,7 +118,7 @@ class TestS3:
     def test_a_changed_object_changes_its_partition_only(self, layouts, s3_server: S3Server):
         upload(layouts / "tars", "s3://tests/changing")
         known = write_known(layouts / "known.parquet", read("s3://tests/changing"))
-        client = boto3.client("s3", endpoint_url=s3_server.endpoint)
+        client = Session().client("s3", endpoint_url=s3_server.endpoint)
         client.put_object(Bucket="tests", Key="changing/1.tar", Body=b"new")
         found = open_source("s3://tests/changing").partitions(known)
         assert [one.file for one in found.changed] == ["1.tar"]
@@ -159,7 +159,7 @@ class TestS3:
             path = tmp_path / f"{name}.parquet"
             columns = {"image": images, "caption": ["x"] * 300, "note": ["y"] * 300}
             pq.write_table(pa.table(columns), path, row_group_size=rows)
-            client = boto3.client("s3", endpoint_url=s3_server.endpoint)
+            client = Session().client("s3", endpoint_url=s3_server.endpoint)
             client.put_object(Bucket="tests", Key=f"counted/{name}.parquet", Body=path.read_bytes())
             source = open_source(f"s3://tests/counted/{name}.parquet", partition_size=10_000)
             (partition,) = partitions(source)
@@ -183,7 +183,7 @@ class TestS3:
         with open_file("s3://tests/racing/0.tar", buffer_bytes=512) as file:
             assert len(file.read(512)) == 512
             size = (layouts / "tars" / "0.tar").stat().st_size
-            client = boto3.client("s3", endpoint_url=s3_server.endpoint)
+            client = Session().client("s3", endpoint_url=s3_server.endpoint)
             client.put_object(Bucket="tests", Key="racing/0.tar", Body=bytes(size))
             with pytest.raises(DataError, match=r"s3://tests/racing/0.tar was changed while it was read"):
                 file.read(2048)
