@@ -55,6 +55,11 @@ def error_context(key: str) -> Iterator[None]:
         raise type(error)(f"{key}: {error}") from error
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its class if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def raise_all(kind: type[UserError], problems: list[str]) -> None:
     """Raise one error with all problems, if there are any."""
     if len(problems) == 1:

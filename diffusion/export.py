@@ -23,7 +23,7 @@ from diffusion.checkpointing.layout import batch_of
 from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import to_public_yaml
 from diffusion.datasets.manifest import PreparedManifest
-from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.errors import ConfigurationError, DataError, MachineError, first_line
 from diffusion.evaluation.protocol import Result, table
 from diffusion.files import atomic_path
 from diffusion.loading import Trained, read_trained
@@ -406,14 +406,11 @@ def _hub_errors(repository: str) -> Iterator[None]:
     try:
         yield
     except (HfHubHTTPError, LocalTokenNotFoundError, HFValidationError) as error:
+        reason = first_line(error).rstrip(".")
         raise ConfigurationError(
-            f"{constants.ENDPOINT} rejects {repository}: {_first_line(error)}. Give USER/NAME, and a token that "
+            f"{constants.ENDPOINT} rejects {repository}: {reason}. Give USER/NAME, and a token that "
             "may write it, as HF_TOKEN or by `hf auth login`"
         ) from error
     except (OSError, ValueError, RuntimeError) as error:
-        reason = _first_line(error.__cause__ or error)
+        reason = first_line(error.__cause__ or error).rstrip(".")
         raise MachineError(f"{repository} was not uploaded: {reason}. Upload again") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0].rstrip(".")

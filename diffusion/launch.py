@@ -34,7 +34,7 @@ from diffusion.distributed import (
     rank,
     world_size,
 )
-from diffusion.errors import ConfigurationError, MachineError, PreemptedError, UserError
+from diffusion.errors import ConfigurationError, MachineError, PreemptedError, UserError, first_line
 
 _PARENT_SECONDS = 1.0
 """Between two checks whether the parent lives."""
@@ -66,7 +66,7 @@ def choose_device(given: str | None) -> str:
     try:
         torch.zeros(1, device=name).cpu()
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).strip().split("\n")[0]
+        reason = first_line(error)
         raise MachineError(
             f"--device {name} cannot be used ({reason}): give cpu, cuda, or one of several as cuda:1"
         ) from error

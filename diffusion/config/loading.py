@@ -28,7 +28,7 @@ from diffusion.config.documentation import (
     split_optional,
 )
 from diffusion.config.schema import Config
-from diffusion.errors import ConfigurationError, raise_all, similar_names
+from diffusion.errors import ConfigurationError, first_line, raise_all, similar_names
 
 log = logging.getLogger(__name__)
 
@@ -312,7 +312,7 @@ def _parse(text: str, where: str) -> Any:
         raise ConfigurationError(f"{where} is nested too deeply.") from None
     except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:  # `!!bool maybe`; 5000 digits.
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        problem = problem or str(error).splitlines()[0]
+        problem = problem or first_line(error)
         line = f", line {mark.line + 1}, column {mark.column + 1}" if mark and COMMAND_LINE not in where else ""
         hint = " (between braces, write '???' in quotes)" if "found '?'" in problem else ""
         raise ConfigurationError(f"{where}{line} is not well-formed YAML: {problem}{hint}.") from None
@@ -497,5 +497,5 @@ class _Merger:
 
     def unresolved(self, key: str, error: Exception) -> str:
         source = self.source_of(key)
-        reason = "it refers to itself" if isinstance(error, RecursionError) else str(error).splitlines()[0].rstrip(".")
+        reason = "it refers to itself" if isinstance(error, RecursionError) else first_line(error).rstrip(".")
         return f"{key} is '{self.node_text(key) or ''}' ({source.where(key)}), which cannot be resolved: {reason}."

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from diffusion.distributed import is_first_rank, map_on_ranks
-from diffusion.errors import ConfigurationError
+from diffusion.errors import ConfigurationError, first_line
 from diffusion.evaluation.config import EvaluationConfig, Metric, NetworksConfig, ResizeFilter
 from diffusion.evaluation.images import Images
 from diffusion.evaluation.statistics import Array
@@ -94,7 +94,7 @@ class Inception(nn.Module):
             torch.load(file, map_location="meta", weights_only=True)
             self._network = FeatureExtractorInceptionV3(self.name, ["2048"], feature_extractor_weights_path=str(file))
         except (RuntimeError, OSError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
             raise ConfigurationError(f"{file} does not hold the weights of {INCEPTION_FILE}: {reason}") from error
         freeze(self._network)
         self.identity = module_identity(self._network)

@@ -23,7 +23,7 @@ from diffusion.checkpointing.layout import batch_of
 from diffusion.config.model import Sampler
 from diffusion.distributed import barrier, is_first_rank, on_first_rank, rank, world_size
 from diffusion.ema.posthoc import AVERAGE_SUFFIX
-from diffusion.errors import ConfigurationError, MachineError
+from diffusion.errors import ConfigurationError, MachineError, first_line
 from diffusion.evaluation.config import SamplingConfig
 from diffusion.evaluation.prompts import Prompt, write_listing
 from diffusion.evaluation.protocol import content_hash, difference, text_hash
@@ -225,7 +225,7 @@ def _load_pipeline(folder: Path) -> Any:
         kind = kinds[json.loads((folder / PIPELINE_INDEX).read_text(encoding="utf-8"))["_class_name"]]
         return kind.from_pretrained(folder, use_safetensors=True, local_files_only=True)
     except (OSError, ValueError, LookupError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise ConfigurationError(f"model={folder} is no {' or '.join(kinds)}: {reason}") from error
 
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from diffusion.errors import ConfigurationError
+from diffusion.errors import ConfigurationError, first_line
 from diffusion.evaluation.protocol import text_hash
 from diffusion.models.pretrained import freeze, module_identity
 
@@ -66,7 +66,7 @@ class RewardModel:
             if lacking := info["missing_keys"]:
                 raise ValueError(f"{WEIGHTS} lacks {len(lacking)} weights, {min(lacking)} among them.")
         except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-            reason = (str(error) or repr(error)).strip().splitlines()[0]
+            reason = first_line(error)
             raise ConfigurationError(
                 f"protocol.networks.hpsv3={folder}: {reason} Give a folder with config.json, tokenizer files, chat "
                 f"template and preprocessor_config.json of Qwen2-VL-7B-Instruct, {WEIGHTS}, and {INSTRUCTION} "

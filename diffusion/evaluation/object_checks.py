@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from diffusion.errors import ConfigurationError
+from diffusion.errors import ConfigurationError, first_line
 from diffusion.evaluation.config import CompositionalConfig
 from diffusion.evaluation.prompts import Prompt
 from diffusion.evaluation.protocol import Protocol as NumberProtocol
@@ -80,7 +80,7 @@ class ZeroShotDetector:
             self._processor: Any = AutoProcessor.from_pretrained(path, **options)
             model: Any = AutoModelForZeroShotObjectDetection.from_pretrained(path, use_safetensors=True, **options)
         except (OSError, ValueError, ImportError) as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
             raise ConfigurationError(
                 f"protocol.compositional.detector={folder}: {reason} Give a folder with config.json, "
                 "model.safetensors, tokenizer files and preprocessor_config.json of an OWL-ViT or OWLv2 model"

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from PIL import Image
 
-from diffusion.errors import ConfigurationError
+from diffusion.errors import ConfigurationError, first_line
 from diffusion.models.pretrained import freeze, module_identity
 
 ASKED = "{question} Answer in one word."
@@ -54,7 +54,7 @@ class VisionLanguageModel:
                 path, dtype="auto", use_safetensors=True, **options
             )
         except (OSError, ValueError, KeyError, ImportError) as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
             raise ConfigurationError(
                 f"protocol.networks.vqa={folder}: {reason} Give a folder with config.json, safetensors, tokenizer "
                 "files, preprocessor_config.json and a chat template of a vision-language model such as Qwen3-VL"

@@ -23,7 +23,7 @@ from torchmetrics.functional.image.lpips import _LPIPS
 
 from diffusion.config.model import AutoencoderConfig
 from diffusion.datasets.batch import BatchKey
-from diffusion.errors import ConfigurationError
+from diffusion.errors import ConfigurationError, first_line
 from diffusion.models.equivariance import VALIDATED, Transformation, draw_transformation, transform
 from diffusion.models.metrics import ValidationMean, validation_means
 from diffusion.models.pretrained import freeze
@@ -103,7 +103,7 @@ def load_perceptual(path: str | None) -> nn.Module:
             {name: weights[f"features.{name.split('.', 1)[1]}"] for name in lpips.net.state_dict()}
         )
     except (RuntimeError, OSError, ValueError, LookupError, TypeError, EOFError, pickle.UnpicklingError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise ConfigurationError(
             f"autoencoder.vgg_weights={path} does not hold the weights of {VGG_FILE}: {reason}"
         ) from error

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, PreTrainedModel
 
 from diffusion.config.model import ModelConfig, PredictionType
-from diffusion.errors import ConfigurationError, DataError, error_context
+from diffusion.errors import ConfigurationError, DataError, error_context, first_line
 from diffusion.files import read_json
 from diffusion.models.architectures import (
     ARCHITECTURES,
@@ -256,7 +256,7 @@ def load_pretrained(
             **options,
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = " ".join(filter(None, [unavailable, str(error).strip().split("\n")[0]]))
+        reason = " ".join(filter(None, [unavailable, first_line(error)]))
         raise ConfigurationError(
             f"{kind.__name__} could not be loaded from {where}: {reason} Give a folder in the diffusers layout with "
             f"safetensors (vae/, text_encoder/, with SDXL text_encoder_2/), or a hub name that this machine can reach."
@@ -364,7 +364,7 @@ def network_folder(source: str, component: str, *, local_files_only: bool) -> Pa
     try:
         return Path(snapshot_download(source, allow_patterns=wanted, local_files_only=local_files_only))
     except (OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
+        reason = first_line(error)
         raise ConfigurationError(
             f"{source}/{component} could not be loaded: {reason} Give a folder in the diffusers layout with "
             "safetensors, or a hub name that this machine can reach"

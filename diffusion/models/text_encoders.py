@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING, MODEL_MAPPING
 
-from diffusion.errors import ConfigurationError
+from diffusion.errors import ConfigurationError, first_line
 
 
 class LanguageModel(nn.Module):
@@ -87,7 +87,7 @@ def load_language_tokenizer(folder: str, max_tokens: int) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, model_max_length=max_tokens, **options)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:  # TypeError: files are missing.
-        reason = str(error).strip().split("\n")[0]
+        reason = first_line(error)
         raise ConfigurationError(
             f"model.text_encoder.path={folder} has no tokenizer that transformers loads ({reason}): add tokenizer.json"
         ) from error

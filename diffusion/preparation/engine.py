@@ -25,7 +25,7 @@ import cloudpickle
 from tqdm import tqdm
 
 from diffusion.distributed import rank
-from diffusion.errors import ConfigurationError, MachineError
+from diffusion.errors import ConfigurationError, MachineError, first_line
 from diffusion.preparation.config import Engine, RayConfig
 
 logger = logging.getLogger(__name__)
@@ -340,7 +340,7 @@ def _start(ray: Any, address: str | None, num_cpus: int) -> None:
             ray.init(**place, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:  # Ray raises a bare Exception for a part that does not come up.
             ray.shutdown()
-            reason = str(error).strip().split("\n")[0].rstrip(".")
+            reason = first_line(error).rstrip(".")
             if not left:
                 where = f"at {address} (ray.address or RAY_ADDRESS)" if address else "on this machine"
                 raise MachineError(

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from diffusion.config.fields import section_problems
-from diffusion.errors import ConfigurationError, raise_all
+from diffusion.errors import ConfigurationError, first_line, raise_all
 from diffusion.preparation.buckets import build_buckets
 from diffusion.preparation.config import ConditionConfig, FiltersConfig, Missing, PrepareConfig
 from diffusion.preparation.metadata import (
@@ -147,7 +147,7 @@ def _where_types(database: MetadataDatabase, where: str, parts: Sequence[int]) -
         images = database.images(parts[:1], types=types)
         database.connection.execute(f"EXPLAIN SELECT 1 FROM {images} WHERE (\n{where}\n)").fetchall()
     except duckdb.Error as error:
-        message = str(error).partition("\n")[0]
+        message = first_line(error)
         column = re.search(r'Referenced column "(.*)" not found', message)
         raise ConfigurationError(f"where: {unknown_column(database, column[1]) if column else message}") from error
     return types

@@ -19,7 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from diffusion import storage
-from diffusion.errors import ConfigurationError, DataError, MachineError, similar_names
+from diffusion.errors import ConfigurationError, DataError, MachineError, first_line, similar_names
 from diffusion.preparation.layout import (
     CAPTIONS,
     GENERATED_CAPTIONS,
@@ -225,7 +225,7 @@ def open_database(out: str, scan: "Scan", *, scratch: str | None = None) -> Iter
             try:
                 yield MetadataDatabase(connection, folder, scores)
             except (duckdb.OutOfMemoryException, duckdb.IOException) as error:
-                message = str(error).partition("\n")[0]
+                message = first_line(error)
                 raise MachineError(f"DuckDB: {message}; free memory or disk, or name another disk (scratch)") from error
 
 

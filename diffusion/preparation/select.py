@@ -26,7 +26,7 @@ from diffusion import storage
 from diffusion.config.data import named_size
 from diffusion.config.loading import to_dict
 from diffusion.datasets.buckets import SizeBuckets
-from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.errors import ConfigurationError, DataError, MachineError, first_line
 from diffusion.files import atomic_path
 from diffusion.preparation.buckets import build_buckets
 from diffusion.preparation.config import DuplicatesConfig, PrepareConfig
@@ -348,7 +348,7 @@ def _load_images(
             connection.execute(f"INSERT INTO images {insert(some)}").fetchall()
     except (duckdb.ConversionException, duckdb.OutOfRangeException, duckdb.InvalidInputException) as error:
         what = "where" if config.where else METADATA
-        raise ConfigurationError(f"{what}: {str(error).splitlines()[0]}") from error
+        raise ConfigurationError(f"{what}: {first_line(error)}") from error
     if config.duplicates is None:
         return
     for one in earlier:

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 from diffusion.datasets.images import EXTENSIONS
-from diffusion.errors import DataError, MachineError
+from diffusion.errors import DataError, MachineError, first_line
 from diffusion.preparation.records import (
     Location,
     Partition,
@@ -209,7 +209,7 @@ def _database_errors(path: str) -> Iterator[None]:
     try:
         yield
     except duckdb.Error as error:
-        what = str(error).partition("\n")[0]
+        what = first_line(error)
         raise MachineError(f"{path}: its files cannot be sorted in a temporary folder ({what}); set TMPDIR to a folder "
                            "of a larger disk") from error  # fmt: skip
 

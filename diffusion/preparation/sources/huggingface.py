@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 
 import pyarrow as pa
 
-from diffusion.errors import DataError, MachineError
+from diffusion.errors import DataError, MachineError, first_line
 from diffusion.preparation.records import Partition, Partitions
 from diffusion.preparation.sources.base import compare
 from diffusion.preparation.sources.reading import printable
-from diffusion.preparation.sources.tables import BATCH_ROWS, Batch, TableSource, first_line
+from diffusion.preparation.sources.tables import BATCH_ROWS, Batch, TableSource
 
 PREFIX = "hf-dataset:"
 SPELLING = f"{PREFIX}NAME[@REVISION][:SPLIT[:CONFIGURATION]]"

@@ -9,17 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from diffusion import storage
+from diffusion.errors import first_line
 from diffusion.preparation.records import Partition, Partitions, Reason
 from diffusion.preparation.sources.base import compare, size_of_partitions
 from diffusion.preparation.sources.reading import Entry, UnfitFileError
-from diffusion.preparation.sources.tables import (
-    BATCH_ROWS,
-    Batch,
-    Columns,
-    TableSource,
-    first_line,
-    raise_if_not_damage,
-)
+from diffusion.preparation.sources.tables import BATCH_ROWS, Batch, Columns, TableSource, raise_if_not_damage
 from diffusion.storage import is_url
 
 _LOCAL_BUFFER = 2**20

@@ -205,11 +205,6 @@ def _is_metadata(kind: pa.DataType) -> bool:
     return is_number or pa.types.is_boolean(kind) or pa.types.is_temporal(kind)
 
 
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 def raise_if_not_damage(error: Exception) -> None:
     """Raise an error of Arrow again if the disk, the network or the store made it."""
     if isinstance(error, MachineError | DataError) or getattr(error, "errno", None) is not None:
