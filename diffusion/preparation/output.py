@@ -68,8 +68,9 @@ def claim(out: str, kind: str | None = None) -> Iterator[None]:
     with _heartbeat(out) if storage.is_url(out) else _lock_or_heartbeat(out):
         if kind is not None:
             _check_content(out, kind)
-            for path in [] if storage.is_url(out) else Path(out).rglob(f".*{PARTIAL}"):
-                path.unlink(missing_ok=True)
+            if not storage.is_url(out):
+                for path in Path(out).rglob(f".*{PARTIAL}"):
+                    path.unlink(missing_ok=True)
         yield
 
 

@@ -158,7 +158,7 @@ def scan_sources(
         clear(config.out)
         scan = _add_partitions(config, Scan(sources, [], settings), workers, listed)
     if not scan.partitions:
-        raise DataError(f"there is no image in {', '.join(source.path for source in sources)}")
+        raise DataError(f"there is no image in {', '.join(source.path for source in sources)}; correct sources")
     _run_missing(config.out, scan, workers, progress)
     clear_folders(config.out, LISTINGS)
     return scan

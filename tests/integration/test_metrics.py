@@ -186,6 +186,7 @@ def test_a_forked_process_does_not_keep_the_port():
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
             probe.listen()
+            assert probe.getsockname()[1] == port
     finally:
         os.write(end, b"x")
         os.waitpid(child, 0)

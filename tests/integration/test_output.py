@@ -161,9 +161,10 @@ def test_only_data_sets_are_written_to(out):
 
 
 def test_a_listing_alone_is_no_strange_file(out):
-    storage.write(storage.join(out, "listings", "000000.parquet"), b"x")
+    listing = storage.join(out, "listings", "000000.parquet")
+    storage.write(listing, b"x")
     with claim(out, KIND):
-        pass
+        assert storage.exists(listing)
 
 
 def test_half_written_files_of_a_killed_process_are_removed(tmp_path):
