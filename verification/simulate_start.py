@@ -40,6 +40,10 @@ ROOT = "s3://store/data/train"
 SHARD_SAMPLES = 10_000
 RANK_BATCH_SIZE = 16
 NUM_PROCESSES = 2
+CREDENTIALS = dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"), "any")
+FORKED = multiprocessing.get_context("forkserver")
+"""Processes are forks of one without threads, which has imported what a rank needs."""
+IMPORTED = ["diffusion.datasets.loader", "diffusion.operations.checks.data", "boto3.session", "boto3.s3.transfer"]
 KINDS = {"manifests and marks": ".json", "indexes": INDEX, "shards": ".mds"}
 
 
@@ -80,17 +84,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def simulate(num_shards: int, num_streams: int, world: World) -> tuple[list[Start], dict[str, list[int]]]:
     """Start all ranks of a world; return what each did, and the requests and bytes of the store by file name."""
+    FORKED.set_forkserver_preload(IMPORTED)
     with tempfile.TemporaryDirectory() as folder, serve(num_shards, num_streams) as endpoint:
-        os.environ |= dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"), "any")
+        os.environ |= CREDENTIALS
         streams = [StreamConfig(name=f"s{number}", endpoint_url=endpoint) for number in range(num_streams)]
-        # Rank 0 reads manifests and marks for all. What it imports, the ranks need not import.
-        files = read_files(locate_streams(ROOT, "unused", streams))
-        forked, starts = multiprocessing.get_context("fork"), []
+        files = read_files(locate_streams(ROOT, "unused", streams))  # By rank 0 for all.
+        starts: list[Start] = []
         for node in range(world.num_nodes):
             ranks = range(node * world.ranks_per_node, (node + 1) * world.ranks_per_node)
             with (
                 tempfile.TemporaryDirectory(dir=folder) as cache,
-                forked.Pool(NUM_PROCESSES, maxtasksperchild=1) as pool,
+                FORKED.Pool(NUM_PROCESSES, maxtasksperchild=1) as pool,
             ):
                 work = [(rank, world, cache, streams, files) for rank in ranks]
                 starts += pool.starmap(start_rank, work, chunksize=1)
@@ -103,7 +107,7 @@ def start_rank(rank: int, world: World, cache: str, streams: list[StreamConfig],
     local_rank = rank % world.ranks_per_node
     numbers = (rank, local_rank, world.num_ranks, world.ranks_per_node)
     variables = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    os.environ |= {name: str(number) for name, number in zip(variables, numbers, strict=True)}
+    os.environ |= CREDENTIALS | {name: str(number) for name, number in zip(variables, numbers, strict=True)}
     config = DataConfig(
         local=cache,
         remote=ROOT,
@@ -149,8 +153,8 @@ def peak_memory() -> int:
 @contextlib.contextmanager
 def serve(num_shards: int, num_streams: int) -> Iterator[str]:
     """Serve a data set of equal shards from another process; yield the address."""
-    address = multiprocessing.get_context("fork").SimpleQueue()
-    process = multiprocessing.get_context("fork").Process(target=run_store, args=(num_shards, num_streams, address))
+    address = FORKED.SimpleQueue()
+    process = FORKED.Process(target=run_store, args=(num_shards, num_streams, address))
     process.start()
     try:
         yield address.get()
