@@ -15,9 +15,8 @@ LONGEST = (
     "test_elastic_launch.py",
     "test_object_store.py",
     "test_leaderboard.py",
-    "test_encode_ray.py",
     "test_yamls.py",
-    "test_ray_engine.py",
+    "test_ray.py",
     "test_launch.py",
     "test_chaos.py",
     "test_ssh.py",
@@ -25,12 +24,10 @@ LONGEST = (
     "test_prepared_folder.py",
     "test_slurm.py",
     "test_loader_speed.py",
-    "test_fused_norms.py",
     "test_sweep.py",
     "test_ingest.py",
     "test_planned_memory.py",
     "test_verify_elastic.py",
-    "test_score_workers.py",
     "test_failures.py",
 )
 """Files that take the longest, which start first: several workers then end at about the same time."""

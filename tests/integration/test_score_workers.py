@@ -6,7 +6,7 @@ from diffusion.config.loading import from_dict
 from diffusion.errors import MachineError
 from diffusion.preparation import engine
 from diffusion.preparation import score as module
-from diffusion.preparation.config import Engine, PrepareConfig, RayConfig
+from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.engine import Workers
 from diffusion.preparation.report import write_report
 from diffusion.preparation.scan import scan_sources
@@ -60,24 +60,6 @@ def test_processes_without_a_gpu_end(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(MachineError, match=r"scorers\.1\.num_gpus"):
         scores(tmp_path, Workers(number=2), num_gpus=0.5)
-
-
-def test_ray_places_scorers_on_gpus(tmp_path, monkeypatch):
-    ray = pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]'")
-    from ray.cluster_utils import Cluster
-
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80 * 2**20})
-    try:
-        cluster.add_node(num_cpus=2, num_gpus=2, object_store_memory=80 * 2**20)
-        workers = Workers(engine=Engine.ray, ray=RayConfig(address=cluster.address, concurrency=2))
-        files = scores(tmp_path / "ray", workers, num_gpus=1)
-        assert gpus_of(files) <= {"0", "1"}
-        one = scores(tmp_path / "one", Workers())
-        assert [name for name in one if not name.startswith("gpus/") and one[name] != files[name]] == []
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
 
 
 @pytest.mark.s3

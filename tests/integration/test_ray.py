@@ -1,4 +1,4 @@
-"""Tasks by Ray Data on a cluster of several nodes on this machine, and starts of Ray that fail."""
+"""Tasks, shards and scores by Ray Data on a cluster of several nodes on this machine, and starts of Ray that fail."""
 
 import logging
 import os
@@ -10,7 +10,14 @@ import pytest
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.preparation import engine
 from diffusion.preparation.config import Engine, RayConfig
+from diffusion.preparation.encoding import shards
+from diffusion.preparation.encoding.encode import encode
+from diffusion.preparation.encoding.models import Encoder
 from diffusion.preparation.engine import Workers, cluster_has_gpus, run
+from tests.integration.test_score_workers import gpus_of, scores
+from tests.tools.written_data import append_prepared, prepared_sample
+from tests.unit.preparation.test_encode import digests
+from tests.unit.preparation.test_encode_outputs import MODELS
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]'")
 
@@ -19,18 +26,19 @@ pytestmark = pytest.mark.slow
 MEMORY: dict[str, Any] = {"object_store_memory": 80 * 2**20}
 
 
-@pytest.fixture
-def cluster(monkeypatch):
+@pytest.fixture(scope="module")
+def cluster():
     """A head without CPUs, and a node of two CPUs and two GPUs that do not exist."""
     from ray.cluster_utils import Cluster
 
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setenv("RAY_BACKEND_LOG_LEVEL", "fatal")
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **MEMORY})
-    cluster.add_node(num_cpus=2, num_gpus=2, **MEMORY)
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        patch.setenv("RAY_BACKEND_LOG_LEVEL", "fatal")
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **MEMORY})
+        cluster.add_node(num_cpus=2, num_gpus=2, **MEMORY)
+        yield cluster
+        ray.shutdown()
+        cluster.shutdown()
 
 
 def workers_of(cluster, **options) -> Workers:
@@ -70,6 +78,33 @@ def test_node_that_is_killed_in_the_middle(cluster, tmp_path):
     assert sorted(int(path.name) for path in done.iterdir()) == list(range(num_tasks))
     for place in {place for _, place in results}:
         assert {path.read_text() for path in actors.glob(f"{place}-*")} == {"0", "1"}
+
+
+def test_encoding_on_gpus(cluster, tmp_path):
+    append_prepared(tmp_path / "prepared/train/32-64", [prepared_sample("source", i) for i in range(24)], per_shard=3)
+    options: dict[str, Any] = {"models": MODELS, "resolutions": [32], "batch_size": 2}
+
+    def load():
+        class CpuEncoder(Encoder):
+            """In the place of an encoder on a GPU, which this machine does not have."""
+
+            def __init__(self, models, device, precision):
+                assert device == "cuda"
+                super().__init__(models, "cpu", precision)
+
+        shards.Encoder = CpuEncoder  # pyright: ignore[reportAttributeAccessIssue]
+        return MODELS
+
+    encode(tmp_path / "prepared", tmp_path / "ray", workers=workers_of(cluster), load=load, device="cuda", **options)
+    encode(tmp_path / "prepared", tmp_path / "here", **options)
+    assert digests(tmp_path / "ray") == digests(tmp_path / "here")
+
+
+def test_scorers_on_gpus(cluster, tmp_path):
+    on_gpus = scores(tmp_path / "ray", workers_of(cluster, concurrency=2), num_gpus=1)
+    here = scores(tmp_path / "here", Workers())
+    assert gpus_of(on_gpus) <= {"0", "1"}
+    assert [name for name in here if not name.startswith("gpus/") and here[name] != on_gpus[name]] == []
 
 
 @pytest.mark.parametrize(
