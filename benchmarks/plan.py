@@ -126,15 +126,13 @@ class Benchmark:
             sizes_of_steps = [(side, size) for side in resolutions for size in sizes]
             return [make(*each) for each in sizes_of_steps for make in (self.trainer, self.parts)]
         quick = self.quick
+        shards = {"num_shards": 40, "shard_samples": 1000} if quick else {"num_shards": 80_000}
         rows: dict[str, list[tuple[str, Callable[..., Any], dict[str, Any]]]] = {
             "load": [
                 ("load latents", data.measure_latent_loading, {"num_samples": 1024 if quick else 8192}),
                 ("load images", data.measure_image_loading, {"num_samples": 32 if quick else 256}),
             ],
-            "open": [
-                (f"open/{number}", data.measure_opening, {"num_shards": 40 if quick else 80_000, "num_streams": number})
-                for number in (1, 40)
-            ],
+            "open": [(f"open/{number}", data.measure_opening, {**shards, "num_streams": number}) for number in (1, 40)],
             "prepare": [("prepare", data.measure_preparing, {"num_images": 50 if quick else 4000})],
         }
         return [Row(name=row, measure=measure, parameters=settings) for row, measure, settings in rows[name]]

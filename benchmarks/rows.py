@@ -103,6 +103,8 @@ def _run_forked(row: Row, machine: dict[str, Any], path: Path, deadline: float) 
 def _attempt(row: Row, machine: dict[str, Any], path: Path) -> None:
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h: a killed benchmark measures no more.
     ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL))
+    if (parent := multiprocessing.parent_process()) is None or os.getppid() != parent.pid:
+        return  # It was killed before.
     try:
         measured = measure(row)
     except Exception as error:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,6 +57,15 @@ def data_folder(request: pytest.FixtureRequest) -> Path:
 def kills(request: pytest.FixtureRequest) -> int:
     """How often a preparation is killed, given by --kills."""
     return request.config.getoption("--kills")
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    """Take back handlers of signals: with those that training leaves, forked processes do not end."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

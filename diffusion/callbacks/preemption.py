@@ -83,17 +83,16 @@ class SaveOnPreemption(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Handle signals in place of Composer, which would exit at once, and remove the marker."""
-
-        def receive(number: int, frame: FrameType | None) -> None:
-            self._received = number
-
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, receive) for number in SIGNALS}
+            self._handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
             os.register_at_fork(after_in_child=functools.partial(_shield, weakref.ref(self)))
             atexit.register(end_workers)
         self._agreement = LaggingMaximum(state.device.tensor_to_device(torch.zeros(1)).device)
         if dist.get_global_rank() == 0:
             self.marker.unlink(missing_ok=True)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._received = number
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Restore the earlier signal handlers."""
@@ -128,7 +127,7 @@ class SaveOnPreemption(Callback):
 def _shield(reference: "weakref.ref[SaveOnPreemption]") -> None:
     """Block SIGTERM in a process that was forked while its parent handles it."""
     callback = reference()
-    if callback is not None and callback._handlers:
+    if callback is not None and signal.getsignal(signal.SIGTERM) == callback._receive:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 

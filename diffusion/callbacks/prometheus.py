@@ -52,9 +52,8 @@ class PrometheusLogger(LoggerDestination):
         return {self._run.name: self._numbers | read_run_metrics(self._run, self._heartbeats)}
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Keep the newest numbers."""
-        for name in _LOGGED.keys() & metrics.keys():
-            self._numbers[_LOGGED[name]] = float(metrics[name])
+        """Keep the newest numbers, all at once: a scrape reads them in another thread."""
+        self._numbers |= {_LOGGED[name]: float(metrics[name]) for name in _LOGGED.keys() & metrics.keys()}
 
     def close(self, state: State, logger: Logger) -> None:
         """End the server."""

@@ -55,7 +55,7 @@ def test_the_plan_is_killed_and_continues(tmp_path):
         assert process.poll() is None, process.communicate()[1][-3000:]
         time.sleep(0.1)
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.communicate(timeout=600)
     before = path.read_text()
     process = start(tmp_path, *plan)
     _, errors = process.communicate(timeout=1200)

@@ -49,6 +49,16 @@ def fill(tab: Tab, selector: str, text: str) -> None:
     tab.value(f"{field}.blur()")
 
 
+def fill_all(tab: Tab, fields: dict[str, str]) -> None:
+    """Fill fields until each holds its text: a page that is still being built forgets what is typed."""
+    wrong = fields
+    while wrong:
+        for selector, text in wrong.items():
+            fill(tab, selector, text)
+        values = {one: tab.value(f"document.querySelector({json.dumps(one)})?.value") for one in fields}
+        wrong = {one: text for one, text in fields.items() if values[one] != text}
+
+
 def shown(tab: Tab, name: str) -> np.ndarray:
     """Pixels of the grid of a model, as the browser received them."""
     tab.value(
@@ -79,15 +89,18 @@ def generated(run: Path, name: str) -> np.ndarray:
     return np.asarray(image_grid(images, 2))
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradio gives up when the server's thread takes 3 s to answer: it asks again."""
+    is_ok = gradio.networking.url_ok
+    monkeypatch.setattr(gradio.networking, "url_ok", lambda url: any(is_ok(url) for _ in range(20)))
+
+
 def use(page: gradio.Blocks, run: Path) -> None:
     """Ask for images of both weights, of one, and for what cannot be; nothing may come from another host."""
     with Tab() as tab:
         tab.open(page.local_url, until="document.querySelector('#generate')")
-        for selector, text in FIELDS.items():
-            fill(tab, selector, text)
-        for selector, text in FIELDS.items():  # A page that is still being built forgets what is typed.
-            if tab.value(f"document.querySelector({json.dumps(selector)}).value") != text:
-                fill(tab, selector, text)
+        fill_all(tab, FIELDS)
         tab.click("#generate")
         tab.wait("document.querySelector('#grid-raw img') && document.querySelector('#grid-ema img')")
         raw, ema = shown(tab, "raw"), shown(tab, "ema")
@@ -134,8 +147,6 @@ def test_the_page_shows_what_the_model_generates(tmp_path, server, monkeypatch):
             page.close(verbose=False)
         visits.append(page)
 
-    is_ok = gradio.networking.url_ok  # Gives up when the server's thread takes 3 s to answer.
-    monkeypatch.setattr(gradio.networking, "url_ok", lambda url: any(is_ok(url) for _ in range(20)))
     monkeypatch.setattr(gradio.Blocks, "block_thread", visit)
     monkeypatch.setattr(sys, "argv", ["demo_page.py", str(run), "--device", "cpu"])
     runpy.run_path(str(ROOT / "scripts" / "demo_page.py"))["main"]()
@@ -152,7 +163,7 @@ def test_what_is_larger_than_the_fields_allow_is_refused(model):
     side = model.resolution
     page = build_page({"raw": model}, "a model")
     try:
-        client = Client(open_page(page, "127.0.0.1", None), verbose=False)
+        client = Client(open_page(page, "127.0.0.1", None), verbose=False, httpx_kwargs={"timeout": 300})
 
         def ask(num_steps: int = 1, height: int = side, width: int = side, num_images: int = 1) -> Any:
             return client.predict(PROMPT, "", 5, num_steps, 3, height, width, num_images, ["raw"], api_name="/generate")
@@ -173,7 +184,7 @@ def test_a_cap_holds_on_the_server(model, monkeypatch):
     )
     page = build_page({"raw": model}, "a model", max_side=side - 8, max_steps=2, max_images=2)
     try:
-        client = Client(open_page(page, "127.0.0.1", None), verbose=False)
+        client = Client(open_page(page, "127.0.0.1", None), verbose=False, httpx_kwargs={"timeout": 300})
 
         def ask(**changed: Any) -> Any:
             values = {"num_steps": 2, "height": side - 8, "width": None, "num_images": 2, "chosen": ["raw"]} | changed
@@ -218,8 +229,8 @@ def test_a_login_keeps_others_out(model, tmp_path, capfd, caplog):
         with Tab() as tab:
             tab.open(address, until="document.querySelector('input[type=password]')")
             assert not tab.value("document.querySelector('#generate')")
-            fill(tab, "label:nth-of-type(1) input:not([type=password]), input[type=text]", login[0])
-            fill(tab, "input[type=password]", login[1])
+            name = "label:nth-of-type(1) input:not([type=password]), input[type=text]"
+            fill_all(tab, {name: login[0], "input[type=password]": login[1]})
             tab.value("[...document.querySelectorAll('button')].find(one => one.innerText.trim() == 'Login').click()")
             tab.wait("document.querySelector('#generate')")
     finally:

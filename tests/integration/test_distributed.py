@@ -36,9 +36,9 @@ def on_ranks(folder: Path, step: Callable[[int], Any]) -> list[Any]:
     processes = [context.Process(target=run, args=(rank,)) for rank in range(NUM_RANKS)]
     for process in processes:
         process.start()
-    found = dict(results.get() for _ in processes)
     for process in processes:
-        process.join()
+        process.join()  # They do not wait for a reader of so little, and one that has died gives nothing.
+    found = dict(results.get() for _ in processes if not results.empty())
     return [found[rank] for rank in range(NUM_RANKS)]
 
 

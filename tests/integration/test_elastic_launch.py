@@ -13,8 +13,10 @@ from typing import NamedTuple
 
 import psutil
 import pytest
+from composer import Callback, Logger, State
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+from diffusion.callbacks.preemption import SaveOnPreemption
 from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of
 from tests.tools.forking import free_port
@@ -29,10 +31,10 @@ ENDLESS = 100000
 """Steps of runs that are ended by a signal, however late it comes."""
 
 DIST_TIMEOUT = 25
-GRACE = 60
+GRACE = 240
 """Seconds after `trainer.dist_timeout` in which a job must have ended."""
 
-LAST_CALL = 8
+LAST_CALL = 20
 """Seconds that the first host waits for the second at a rendezvous before it begins alone."""
 
 KEEP_ALIVE = (2, 5)
@@ -58,6 +60,17 @@ def agents(network: Network | None, server: TrainingServer) -> Iterator[Agents]:
     agents = Agents(server, network.hosts if network else {})
     yield agents
     agents.close()
+
+
+class AwaitSignal(Callback):
+    """Wait on the second host for a signal in step 3 of the first start: the steps that are left may be over sooner."""
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        is_first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if state.timestamp.batch.value == 3 and os.environ["HOST"] == "second" and is_first_start:
+            (saver,) = [callback for callback in state.callbacks if isinstance(callback, SaveOnPreemption)]
+            while not saver._received:
+                time.sleep(0.05)
 
 
 class Undisturbed(NamedTuple):
@@ -159,7 +172,8 @@ def test_a_signal_to_torchrun_alone_saves_the_run(agents, tmp_path, number):
 @pytest.mark.world_size(2)
 def test_a_host_whose_agent_is_killed_is_left_behind(agents, network, undisturbed, tmp_path):
     """Its ranks notice that the agent is gone, and say so to all; so not even a step is done twice."""
-    both = start_both(agents, elastic, network, tmp_path, disturbed("agent", "second"))
+    await_signal = "{path: tests.integration.test_elastic_launch.AwaitSignal}"
+    both = start_both(agents, elastic, network, tmp_path, disturbed("agent", "second"), await_signal)
     assert both["second"].wait(300) == -signal.SIGKILL, both["second"].output
     assert both["first"].wait(300) == 0, both["first"].output
     assert starts(tmp_path) == [2, 1]

@@ -305,7 +305,7 @@ def test_copies_are_found_and_different_photographs_are_not(tmp_path):
 
 def run(*arguments) -> "subprocess.CompletedProcess[bytes]":
     command = [sys.executable, "scripts/prepare.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, check=False, timeout=200)
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, check=False, timeout=600)
 
 
 CONTROL = re.compile(rb"[\x00-\x08\x0b-\x1f\x7f]|\xc2[\x80-\x9f]|\xe2\x80\xae")

@@ -108,12 +108,19 @@ def keys_of(out: str) -> list[str]:
     return sorted(key for uri in files for key in read_table(uri)["key"].to_pylist())
 
 
+def move_images(made: Path, source: Path) -> None:
+    """Put images into a folder, each as a whole and behind its caption."""
+    for path in sorted(made.iterdir(), key=lambda path: path.suffix, reverse=True):
+        path.rename(source / path.name)
+
+
 def test_a_folder_is_polled_until_sigterm(tmp_path):
     source, out = tmp_path / "set", tmp_path / "out"
     source.mkdir()
     with Ingestion(tmp_path, str(source), str(out)) as ingestion:
         for number in (1, 2):
-            write_folder(source, 7, start=number * 10)
+            write_folder(tmp_path / "made", 7, start=number * 10)
+            move_images(tmp_path / "made", source)
             ingestion.wait_for(lambda number=number: num_seen(str(out)) == 7 * number)
         ingestion.terminate()
     write_folder(source, 1)

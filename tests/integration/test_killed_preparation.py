@@ -59,8 +59,11 @@ def undisturbed(sources, partition_size, tmp_path_factory) -> dict[str, bytes]:
 
 
 def num_finished(out: Path) -> int:
-    """Partitions, selections, shards and write tasks that are finished."""
-    patterns = ("metadata/*.parquet", "selection/0.json", "*/*/*.mds", "positions/*.parquet", "*/*/index.json")
+    """Partitions, selections, shards and write tasks that are finished.
+
+    The pattern `*` would look into folders that are removed meanwhile.
+    """
+    patterns = ("metadata/*.parquet", "selection/0.json", "train/*/*.mds", "positions/*.parquet", "train/*/index.json")
     return sum(len(list(out.glob(pattern))) for pattern in patterns)
 
 

@@ -30,12 +30,18 @@ from diffusion.launch import run_command
 def fail():
     raise DataError("a shard is damaged")
 
+def meet():
+    Path(sys.argv[2], f"begun{rank()}").touch()
+    while len(list(Path(sys.argv[2]).glob("begun*"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
+
 def main():
     mode = sys.argv[1]
+    meet()
     if mode == "before":
         raise ConfigurationError("the key is wrong")
     if mode == "first late":
-        time.sleep(2.0 if rank() == 0 else 0.0)
+        time.sleep(1.0 if rank() == 0 else 0.0)
         fail()
     import torch.distributed as dist
     dist.init_process_group("gloo")
@@ -225,7 +231,7 @@ def test_a_rank_ends_with_its_launcher_and_not_with_the_thread_that_started_it(t
         assert child.status() != psutil.STATUS_ZOMBIE
         launcher.kill()
         launcher.wait()
-        child.wait(10)
+        child.wait(300)
     finally:
         launcher.kill()
         with contextlib.suppress(psutil.NoSuchProcess):

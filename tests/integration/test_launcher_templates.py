@@ -20,6 +20,7 @@ from diffusion.evaluation.config import EvaluationConfig, run_label
 from diffusion.operations.metrics import QUEUE
 from diffusion.preparation.config import PrepareConfig
 from scripts.ingest import parse_arguments
+from tests.tools.forking import free_port
 from tests.tools.training_runs import BIN, ROOT, environment
 
 LAUNCHERS = ROOT / "launchers"
@@ -234,7 +235,8 @@ def test_evaluation_is_scaled_from_0_to_64_by_a_metric_that_watchers_expose():
 
 def test_torchrun_ends_with_the_code_of_the_rank_that_failed():
     program = 'if [ "$RANK" = 1 ]; then exit 2; else exec sleep 600; fi'
-    command = [BIN / "python", LAUNCHERS / "torchrun.py", "--nproc-per-node=2", "--no-python", "bash", "-c", program]
+    options = ["--nproc-per-node=2", f"--master-port={free_port()}", "--no-python"]
+    command = [BIN / "python", LAUNCHERS / "torchrun.py", *options, "bash", "-c", program]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 2, done.stderr
 

@@ -3,13 +3,11 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from benchmarks.leaderboard import COLUMNS, read_rows, write_tables
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.tools.training_runs import ROOT, launcher_environment
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +16,7 @@ def test_a_recipe_is_trained_for_the_same_cpu_seconds_and_scored(tmp_path):
     rows = tmp_path / "rows.jsonl"
     options = ["--quick", "--cpu-seconds", "1", "--seeds", "1", "--rows", str(rows), "--out", str(tmp_path / "out")]
     command = [sys.executable, "benchmarks/leaderboard.py", "yamls/tiny/transformer.yaml", "schedule.warmup=0.1dur"]
-    subprocess.run([*command, *options], cwd=ROOT, check=True)
+    subprocess.run([*command, *options], cwd=ROOT, env=launcher_environment(), check=True)
     [row] = read_rows(rows)
     assert row["steps"] > 0
     assert row["flops"] > 0

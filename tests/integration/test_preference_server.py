@@ -264,7 +264,7 @@ def test_the_proxy_of_the_guide_serves_the_page_by_tls(tmp_path):
             tab.wait("document.querySelector('#finished')")
     finally:
         proxy.terminate()
-        proxy.wait(60)
+        proxy.wait(300)
     votes = Store(tmp_path / "votes.sqlite").votes()
     assert list(votes["rater"]) == ["anna"]
 

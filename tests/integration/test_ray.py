@@ -1,8 +1,10 @@
 """Tasks, shards and scores by Ray Data on a cluster of several nodes on this machine, and starts of Ray that fail."""
 
+import functools
 import logging
 import os
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -34,6 +36,8 @@ def cluster():
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
         patch.setenv("RAY_BACKEND_LOG_LEVEL", "fatal")
+        wait = functools.partialmethod(Cluster._wait_for_node, timeout=300)
+        patch.setattr(Cluster, "_wait_for_node", wait)
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **MEMORY})
         cluster.add_node(num_cpus=2, num_gpus=2, **MEMORY)
         yield cluster
@@ -56,9 +60,14 @@ def test_node_that_is_killed_in_the_middle(cluster, tmp_path):
         place, gpu = ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"]
         (actors / f"{place}-{os.getpid()}").write_text(gpu)
 
+        def num_fewest():
+            """Actors of the node with the fewest; without the wait for them the other may have done all tasks."""
+            counts = Counter(path.name.partition("-")[0] for path in actors.iterdir())
+            return min(counts.values()) if len(counts) == 2 else 0
+
         def work(task):
             deadline = time.monotonic() + 300
-            while len(list(actors.glob(f"{place}-*"))) < 2 and time.monotonic() < deadline:
+            while num_fewest() < 2 and time.monotonic() < deadline:
                 time.sleep(0.1)
             time.sleep(0.2)
             with (done / f"{task}").open("a") as file:
@@ -120,7 +129,7 @@ def test_what_the_cluster_lacks_is_one_message_at_once(cluster, num_gpus, remote
     began = time.monotonic()
     with pytest.raises(MachineError, match=message):
         list(run(workers_of(cluster, remote_args=remote_args), lambda: len, ["a"], num_gpus=num_gpus))
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 120
     assert cluster_has_gpus(workers_of(cluster))
 
 

@@ -34,8 +34,8 @@ def is_evaluating(output: Path, pid: int) -> bool:
     return False
 
 
-def kill_within_an_evaluation(job: Job, output: Path) -> None:
-    """Kill a watcher while it evaluates a checkpoint, after the first entry of any watcher."""
+def stop_within_an_evaluation(job: Job, output: Path) -> None:
+    """Stop a watcher while it evaluates a checkpoint, after the first entry of any watcher."""
     [pid] = job.pids
 
     def is_stopped_within() -> bool:
@@ -48,7 +48,6 @@ def kill_within_an_evaluation(job: Job, output: Path) -> None:
         return False
 
     job.wait_for(is_stopped_within)
-    job.kill()
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +80,17 @@ def watched(
         return server.start(1, command, **s3_process.environment)
 
     assert not any(start("one").finish().codes)
-    jobs = [start("three") for _ in range(3)]
-    kill_within_an_evaluation(jobs[0], root / "three")
+    jobs = [start("three")]
+    stop_within_an_evaluation(jobs[0], root / "three")
+
+    def num_evaluated() -> int:
+        return len(list((root / "three").glob(f"*/{LEDGER}/*.json")))
+
+    before = num_evaluated()
+    jobs += [start("three") for _ in range(2)]
+    # The others evaluate what the first one does not hold, if there is any.
+    jobs[1].wait_for(lambda: num_evaluated() > min(before, 2 * len(STEPS) - 2))
+    jobs[0].kill()
     for job in jobs[1:]:
         ended = job.finish()
         assert not any(ended.codes), ended.output[-3000:]

@@ -27,6 +27,7 @@ SlurmUser={user}
 SlurmdUser={user}
 SlurmctldPort={port}
 SlurmdTimeout=20
+FirstJobId=1250
 MessageTimeout=60
 AuthType=auth/none
 CredType=cred/none
@@ -82,7 +83,7 @@ class Cluster:
                 command = [*self._on(node), *daemon, "-D"]
                 self._daemons.append(subprocess.Popen(command, env=self.variables, stdout=log, stderr=log))
         states = ("sinfo", "--noheader", "--format=%D %t")
-        wait_until(lambda: self.answer(*states).split() == [str(len(self._nodes)), "idle"], "SLURM does not start", 60)
+        wait_until(lambda: self.answer(*states).split() == [str(len(self._nodes)), "idle"], "SLURM does not start")
 
     def _on(self, node: str) -> list[str]:
         """Beginning of a command that runs on a node, where the nodes are known by name."""
@@ -108,7 +109,7 @@ class Cluster:
         """What SLURM knows of a job."""
         return self.answer("scontrol", "show", "job", number)
 
-    def wait_for(self, number: str, log: Path, timeout: float = 400) -> str:
+    def wait_for(self, number: str, log: Path, timeout: float = 600) -> str:
         """What SLURM knows of a job when it has ended."""
         ended = re.compile("JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT)")
         wait_until(lambda: ended.search(self.job(number)), f"the job goes on; see {log}", timeout)
@@ -119,7 +120,7 @@ class Cluster:
         self.answer("scancel", "--user=root")
         for daemon in self._daemons:
             daemon.terminate()
-            daemon.wait(30)
+            daemon.wait(300)
         for namespace in self.network.hosts.values() if self.network else ():  # Steps of a node that is cut off remain.
             left = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout
             processes.kill(processes.tree([int(number) for number in left.split()]))
@@ -183,7 +184,7 @@ def test_exit_codes_decide_what_follows(cluster, stand_in, tmp_path, code, state
     """75: queued again, though one rank ends before the other; 2: the end; others: three attempts."""
     log = tmp_path / "log.txt"
     number = cluster.submit(log, ["a.yaml", "b=[{c: 1}, 2]"], PYTHON=stand_in, CODE=str(code))
-    known = cluster.wait_for(number, log, 120)
+    known = cluster.wait_for(number, log)
     text = log.read_text()
     assert f"JobState={state}" in known, text
     assert f"Restarts={restarts}" in known

@@ -230,6 +230,7 @@ class TestS3:
 
     def test_an_outage_in_mid_read_is_bridged(self, layouts, s3_server: S3Server, monkeypatch):
         monkeypatch.setattr(storage, "BLOCK_BYTES", 8000)
+        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "25")
         upload(layouts / "parquet", "s3://tests/outage")
         expected = read(layouts / "parquet" / "0.parquet")
         items = items_of(open_source("s3://tests/outage/0.parquet"))

@@ -95,7 +95,7 @@ class Hosts:
         log = self.folder / f"sshd-{host}.log"
         with log.open("w") as file:
             server = subprocess.Popen(command, stderr=file)
-        wait_until(lambda: "Server listening" in log.read_text(), "sshd does not start", 60)
+        wait_until(lambda: "Server listening" in log.read_text(), "sshd does not start")
         return server
 
     def on(self, host: str) -> list[str]:
@@ -111,9 +111,8 @@ class Hosts:
         (self.folder / "hosts").write_text("\n".join(self.network.addresses.values()))
         supervise = [str(BIN / "python"), "scripts/supervise.py", "--hosts", str(self.folder / "hosts")]
         job = ["launchers/ssh.sh", "{hosts}", "tests/tools/toy.yaml", *overrides]
-        return self.start(
-            *supervise, *options, "--ranks-per-host=1", "--", *job, "operations.supervision.first_pause=0.1"
-        )
+        job += ["operations.supervision.first_pause=0.1", "operations.supervision.check_timeout=600"]
+        return self.start(*supervise, *options, "--ranks-per-host=1", "--", *job)
 
     def start(self, *program: str) -> subprocess.Popen:
         """Start a program on the first host that starts others by ssh."""
@@ -138,7 +137,7 @@ class Hosts:
         """End everything on the hosts."""
         for process in reversed(self._processes):
             process.terminate()
-            process.wait(60)
+            process.wait(300)
 
 
 @pytest.fixture
@@ -179,7 +178,7 @@ def stand_in(folder: Path, *, seconds: int = 0, code: int = 1, unfit: str = "") 
 @pytest.mark.parametrize("code", [1, 2, 75])
 def test_the_run_is_started_on_all_hosts_and_its_exit_code_returned(make_hosts, tmp_path, code):
     hosts = make_hosts(stand_in(tmp_path, code=code))
-    assert hosts.launch("tests/tools/toy.yaml", "samples.prompts=[a b, 'c']").wait(120) == code, hosts.log.read_text()
+    assert hosts.launch("tests/tools/toy.yaml", "samples.prompts=[a b, 'c']").wait(600) == code, hosts.log.read_text()
     for number, host in enumerate(hosts.network.hosts):
         assert (tmp_path / f"started-{host}").read_text().splitlines() == [
             f"launchers/torchrun.py --nnodes=2 --node-rank={number} --master-addr={hosts.network.addresses['first']} "
@@ -200,7 +199,7 @@ def test_without_hosts_nothing_is_started():
 def test_a_supervisor_starts_ssh_sh_again_on_the_hosts_that_are_fit(make_hosts, tmp_path):
     hosts = make_hosts(stand_in(tmp_path, unfit="second"))
     supervisor = hosts.supervise(f"output_folder={tmp_path}/run")
-    assert supervisor.wait(120) == 0, hosts.log.read_text()
+    assert supervisor.wait(600) == 0, hosts.log.read_text()
     events = [(event["event"], event.get("host")) for event in read_events(tmp_path / "run")]
     unfit = ("unfit", hosts.network.addresses["second"])
     assert events == [unfit, ("started", None), ("ended", None), unfit, ("started", None), ("finished", None)]
@@ -214,7 +213,7 @@ def test_the_hosts_end_when_the_launcher_gets_a_signal_or_is_killed(make_hosts, 
     launcher = hosts.launch("tests/tools/toy.yaml")
     wait_until(lambda: all((tmp_path / f"started-{host}").exists() for host in PAIR), "the hosts do not start")
     launcher.send_signal(number)
-    assert launcher.wait(60) == code, hosts.log.read_text()
+    assert launcher.wait(300) == code, hosts.log.read_text()
     wait_until(lambda: all((tmp_path / f"terminated-{host}").exists() for host in PAIR), "the hosts are not terminated")
     wait_until(lambda: "python" not in hosts.running("second"), "the hosts go on")
 
@@ -228,7 +227,7 @@ def test_hosts_that_are_connected_to_after_a_signal_end_as_well(tmp_path):
     command = ["launchers/ssh.sh", "first second", "tests/tools/toy.yaml"]
     launcher = subprocess.Popen(command, cwd=ROOT, env=environment() | variables, start_new_session=True)
     try:
-        assert launcher.wait(60) == 75
+        assert launcher.wait(300) == 75
     finally:
         processes.kill(processes.tree([launcher.pid]))
 
@@ -254,7 +253,7 @@ def test_of_four_hosts_one_is_cut_off_and_two_go_on(make_hosts, server, tmp_path
     launch = " ".join(map(str, server.launcher(0)[:-1]))
     (programs / "python").write_text(FORKED.format(launch=launch))
     (programs / "python").chmod(0o755)
-    hosts = make_hosts(programs, num_hosts=4, interval=2)
+    hosts = make_hosts(programs, num_hosts=4, interval=5)
     cut = "{path: tests.tools.toys.DisturbHost, arguments: {step: 3, host: third, what: cable}}"
     assert hosts.supervise(*recipe(run, cut)).wait(850) == 0, hosts.log.read_text()[-6000:]
 
@@ -271,7 +270,7 @@ def test_of_four_hosts_one_is_cut_off_and_two_go_on(make_hosts, server, tmp_path
 def test_a_host_that_comes_back_is_used_from_the_next_checkpoint_on(make_hosts, tmp_path):
     from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 
-    hosts, run = make_hosts(BIN, interval=2), tmp_path / "run"
+    hosts, run = make_hosts(BIN, interval=5), tmp_path / "run"
     hosts.network.unplug()
     long = ["trainer.max_duration=100000ba", "trainer.save_interval=100000ba", "trainer.eval_interval=100000ba"]
     overrides = [f"output_folder={run}", "samples.prompts=[]", *long]
@@ -285,9 +284,9 @@ def test_a_host_that_comes_back_is_used_from_the_next_checkpoint_on(make_hosts, 
     def steps() -> Sequence[float]:
         return series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)[0] if worlds() else []
 
-    wait_until(lambda: len(steps()) > 3, "the run does not start", 300)
+    wait_until(lambda: len(steps()) > 3, "the run does not start", 600)
     hosts.network.plug_in()
-    wait_until(lambda: worlds() == [1, 2], "the run does not grow", 300)
+    wait_until(lambda: worlds() == [1, 2], "the run does not grow", 600)
     num_before = len(steps())
     wait_until(lambda: len(steps()) > num_before + 3, "the run does not go on", 300)
     supervisor.send_signal(signal.SIGTERM)

@@ -48,7 +48,7 @@ def test_a_download_longer_than_collectives_may_take_does_not_end_a_start(
 ) -> None:
     """Each node downloads the checkpoint; the other one waits."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    timeout, asked = 6, []
+    timeout, asked = 15, []
     folder = "trainer.checkpoint_folder=s3://tests/slow-start"
     overrides = [
         f"output_folder={tmp_path}/run",

@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ pytestmark = [pytest.mark.s3, pytest.mark.slow]
 
 def upload(server: S3Server, folder: Path, url: str) -> None:
     """Put the files of a folder into a bucket."""
-    import boto3
+    from boto3.session import Session
 
-    client = boto3.client(
+    client = Session().client(
         "s3",
         endpoint_url=server.endpoint,
         aws_access_key_id=KEY,
@@ -56,6 +57,7 @@ def open_loader(local: Path, remote: str | None = None, *names: str, **options: 
         "representation": Representation.latents,
         "remote": remote,
         "download_attempts": 3,
+        "download_timeout": 60.0,
         "validate_hash": "xxh64",
     }
     config = data_config(local, *names, **(defaults | options))
@@ -126,7 +128,7 @@ def test_a_server_that_is_killed_and_comes_back(tmp_path, remote, expected, prox
         return None
 
     proxy.fault = kill
-    loader = open_loader(tmp_path, remote, "a", "b", num_workers=num_workers, download_attempts=8)
+    loader = open_loader(tmp_path, remote, "a", "b", num_workers=num_workers, download_attempts=25)
     assert read(loader) == expected
     assert killed.is_set()
 
@@ -142,13 +144,13 @@ def test_a_server_that_is_slow_fails_now_and_then_or_cuts_its_answers(tmp_path, 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_server_that_is_down_for_good(tmp_path, remote, proxy, fault, num_workers) -> None:
     proxy.fault = lambda name, count: fault if name == "shard.00002.mds" else None
-    options = {"num_workers": num_workers, "download_attempts": 2, "download_timeout": 1.0}
+    options = {"num_workers": num_workers, "download_attempts": 2, "download_timeout": 5.0}
     loader = open_loader(tmp_path, remote, "a", **options)
     began = time.monotonic()
     with pytest.raises(DataError) as caught:
         read(loader)
     # Two attempts (perhaps each by the two threads of a reader), a pause; the rest is for a slow machine.
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 120
     message = str(caught.value)
     assert message.startswith(f"stream 'a', shard shard.00002.mds could not be fetched from {remote}/a: ")
     assert "Traceback" not in message
@@ -182,7 +184,7 @@ def sftp_root(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ]
     server = subprocess.Popen([*command, "--key", str(tmp_path / "host-key"), "--read-only"])
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not _listens(port):
             assert server.poll() is None, "rclone has ended"
             assert time.monotonic() < deadline
@@ -242,7 +244,10 @@ def test_eviction_does_not_change_the_batches(tmp_path, original, remote, expect
     loader = open_loader(tmp_path, remote, "a", "b", **options)
     batches = read(loader)
     assert batches == expected
-    held = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    held = 0
+    for path in tmp_path.rglob("*"):
+        with suppress(FileNotFoundError):  # Workers fetch shards of the next epoch, and remove others.
+            held += path.stat().st_size if path.is_file() else 0
     # Room for a shard is made before it comes, but two threads of each worker do so at the same time.
     assert held <= limit + 4 * max(path.stat().st_size for path in shards)
     assert held < indexes + sum(path.stat().st_size for path in shards), "something was removed"

@@ -2,9 +2,7 @@
 
 import csv
 import json
-import os
 import runpy
-import signal
 import subprocess
 import sys
 import time
@@ -21,7 +19,7 @@ from tests.tools.training_runs import ROOT, environment
 
 pytestmark = pytest.mark.slow
 
-LIMIT = 300.0
+LIMIT = 900.0
 SHORT = [
     "trainer.max_duration=3ba",
     "trainer.save_interval=3ba",
@@ -141,14 +139,18 @@ def test_the_command_names_the_points_that_failed_and_begins_the_others(tmp_path
     assert "--unknown" in logs[0].read_text()
 
 
-def test_a_point_that_outlives_its_sweep_is_waited_for(tmp_path):
+def test_a_point_that_outlives_its_sweep_is_waited_for(server, tmp_path):
     scripts = {"a": f"import time; time.sleep(0.5); open('{tmp_path}/a/finished.json', 'a').write('1')", "b": ""}
     (point, _) = points(tmp_path, scripts)
-    if (sweep := os.fork()) == 0:
-        run_points([point], num_jobs=1)
-        os._exit(0)
-    wait_for(lambda: (point.folder / "sweep.log").exists())
-    os.kill(sweep, signal.SIGKILL)
-    os.waitpid(sweep, 0)
+    program = tmp_path / "sweep.py"
+    program.write_text(
+        "from pathlib import Path\n"
+        "from diffusion.sweeps import run_points\n"
+        "from tests.integration.test_sweep import points\n"
+        f"run_points(points(Path({str(tmp_path)!r}), {scripts!r})[:1], num_jobs=1)\n"
+    )
+    sweep = server.start(0, [str(program)])
+    sweep.wait_for(lambda: (point.folder / "sweep.log").exists())
+    sweep.kill()
     assert run_points([point], num_jobs=1) == {}
     assert (point.folder / "finished.json").read_text() == "1"

@@ -16,7 +16,7 @@ from diffusion.datasets.cache import TierCounts, TierMeter
 from diffusion.operations.utilisation import Counters, LoaderSettings
 from tests.tools.toys import ToyLatents
 
-SLEEP = 0.08
+SLEEP = 0.25
 HERE = "tests.integration.test_utilisation"
 SLOW = f"{HERE}.SlowLatents"
 

@@ -107,7 +107,7 @@ def test_writers_never_meet_and_write_no_point_twice(watched):
     assert {step for name, step in points if "/raw/" in name} == set(STEPS)
     assert not any("evaluation/" in name for name, _ in tensorboard_points(run / "tensorboard" / "toy"))
     folders = sorted(output.glob("wandb/offline-run-*"))
-    assert len(folders) == 2, "a folder of each start that has evaluated a checkpoint"
+    assert len(folders) in (2, 3), "a folder of each start, of the killed one if it was killed late"
     rows = [row for path in folders[-1].glob("*.wandb") for row in wandb_rows(path)]
     assert [row["_step"] for row in rows] == STEPS
     assert all(row["trainer/step"] == row["_step"] for row in rows)

@@ -128,7 +128,7 @@ def test_the_lease_of_a_watcher_on_another_host_runs_out_unless_it_is_renewed(wa
         time.sleep(0.5)
     assert time.monotonic() - began > timeouts.LEASE
     while (lease := watched.acquire("ep0-ba2.pt")) is None:
-        assert time.monotonic() - began < 60
+        assert time.monotonic() - began < 300
         time.sleep(0.05)
     lease.renew()
     path.unlink()

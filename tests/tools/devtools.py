@@ -25,7 +25,7 @@ class PageReplacedError(Exception):
 class Tab:
     """One page; a context manager."""
 
-    def __init__(self, width: int = 1280, height: int = 800, *options: str, timeout: float = 180.0) -> None:
+    def __init__(self, width: int = 1280, height: int = 800, *options: str, timeout: float = 300.0) -> None:
         self._size, self._options = (width, height), options
         self._timeout = timeout
         self._number = 0

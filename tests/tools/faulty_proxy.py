@@ -73,7 +73,7 @@ class FaultyProxy:
             request.end_headers()
             return
         try:
-            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
             content = request.rfile.read(int(request.headers.get("Content-Length", 0)))
             connection.request(request.command, request.path, content or None, dict(request.headers))
             answer = connection.getresponse()

@@ -172,7 +172,7 @@ class Agent:
         return self._job.output
 
 
-def wait_until(condition: Callable[[], object], what: str, timeout: float = 180) -> None:
+def wait_until(condition: Callable[[], object], what: str, timeout: float = 300) -> None:
     """Wait for a condition, and fail with `what` after a time."""
     deadline = time.monotonic() + timeout
     while not condition():

@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import huggingface_hub.constants
 import pytest
+from huggingface_hub.utils import reset_sessions
 
 TOKEN = "hf_" + "a" * 34
 """May write everything."""
@@ -103,8 +104,10 @@ def hub(monkeypatch) -> Iterator[Hub]:
     with Hub() as server:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        reset_sessions()  # Those that were made offline stay so.
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield server
+        reset_sessions()
         server.shutdown()
         thread.join()

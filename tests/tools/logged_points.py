@@ -29,9 +29,16 @@ def wandb_history(path: Path) -> Iterator[Any]:
         return
     store = DataStore()
     store.open_for_scan(str(path))
-    while (content := store.scan_data()) is not None:
+    while (content := _scan(store)) is not None:
         record: Any = Record()
         record.ParseFromString(content)
         if record.WhichOneof("record_type") == "history":
             yield record.history
     store.close()
+
+
+def _scan(store: DataStore) -> Any:
+    try:
+        return store.scan_data()
+    except AssertionError:  # What the reader raises for a record that a kill has cut off.
+        return None

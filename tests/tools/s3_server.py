@@ -71,7 +71,7 @@ class S3Server:
         # With several threads s3rver can answer before it has written; with one it does things in their order.
         environment = os.environ | {"UV_THREADPOOL_SIZE": "1"}
         self._process = subprocess.Popen(command, env=environment, start_new_session=True)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not self._answers():
             assert self._process.poll() is None, "s3rver has ended"
             assert time.monotonic() < deadline, "s3rver does not answer"

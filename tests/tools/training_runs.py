@@ -18,7 +18,7 @@ from tests.tools.forking import ForkedJob, ForkingServer, free_port
 ROOT = Path(__file__).resolve().parent.parent.parent
 BIN = Path(sys.executable).parent
 
-LIMIT = 900.0
+LIMIT = 1500.0
 """Seconds after which a job that should have ended is a failure."""
 
 SMALL_UNET = (
@@ -73,7 +73,7 @@ def launcher_environment() -> dict[str, str]:
     return environment() | {"MASTER_PORT": str(free_port())}
 
 
-def launch(num_ranks: int, program: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
+def launch(num_ranks: int, program: list[str], timeout: float = LIMIT) -> subprocess.CompletedProcess[str]:
     """Run a program on so many ranks with the composer launcher, and return what it printed."""
     command = [str(BIN / "composer"), "-n", str(num_ranks), *program]
     process = subprocess.Popen(

@@ -150,6 +150,6 @@ def data_config(local: Path, *names: str, **options: Any) -> DataConfig:
         "num_workers": 0,
         "download_attempts": 1,
         "download_timeout": 5.0,
-        "loader_timeout": 60.0,
+        "loader_timeout": 300.0,
     }
     return DataConfig(local=str(local), **(defaults | options))

