@@ -104,7 +104,7 @@ def _attempt(row: Row, machine: dict[str, Any], path: Path) -> None:
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h: a killed benchmark measures no more.
     ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL))
     if (parent := multiprocessing.parent_process()) is None or os.getppid() != parent.pid:
-        return  # It was killed before.
+        return  # The benchmark was killed before.
     try:
         measured = measure(row)
     except Exception as error:

@@ -7,10 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from composer.devices import DeviceCPU
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+from diffusion.callbacks.preemption import SaveOnPreemption
 from diffusion.checkpointing.find import find_checkpoints, resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of
 from diffusion.distributed import PREEMPTED_EXIT_CODE
@@ -126,6 +130,26 @@ def wait_for(path: Path, process: subprocess.Popen, timeout: float = 600) -> Non
         assert process.poll() is None, "the run has ended early"
         assert time.monotonic() < deadline, f"{path} does not come"
         time.sleep(0.1)
+
+
+def is_blocked_in_a_fork(number: int) -> bool:
+    """Whether a forked process does not receive a signal."""
+    if (child := os.fork()) == 0:
+        os._exit(number in signal.pthread_sigmask(signal.SIG_BLOCK, []))
+    _, status = os.waitpid(child, 0)
+    return bool(os.waitstatus_to_exitcode(status))
+
+
+def test_sigterm_is_blocked_in_forked_processes_while_the_run_handles_it_and_no_longer(tmp_path):
+    """A training that fails keeps its handlers; with another one in force, pools can end their processes."""
+    before = signal.getsignal(signal.SIGTERM)
+    nothing: Any = None
+    state: Any = SimpleNamespace(device=DeviceCPU())
+    callback: Any = SaveOnPreemption(nothing, tmp_path, nothing)
+    callback.fit_start(state, nothing)
+    assert is_blocked_in_a_fork(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, before)
+    assert not is_blocked_in_a_fork(signal.SIGTERM)
 
 
 def test_the_exit_code_without_a_process_group(monkeypatch):

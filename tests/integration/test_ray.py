@@ -61,12 +61,12 @@ def test_node_that_is_killed_in_the_middle(cluster, tmp_path):
         (actors / f"{place}-{os.getpid()}").write_text(gpu)
 
         def num_fewest():
-            """Actors of the node with the fewest; without the wait for them the other may have done all tasks."""
+            """Actors of the node with fewer of them."""
             counts = Counter(path.name.partition("-")[0] for path in actors.iterdir())
             return min(counts.values()) if len(counts) == 2 else 0
 
         def work(task):
-            deadline = time.monotonic() + 300
+            deadline = time.monotonic() + 300  # Else one actor may have done all tasks before another starts.
             while num_fewest() < 2 and time.monotonic() < deadline:
                 time.sleep(0.1)
             time.sleep(0.2)
@@ -112,7 +112,7 @@ def test_encoding_on_gpus(cluster, tmp_path):
 def test_scorers_on_gpus(cluster, tmp_path):
     on_gpus = scores(tmp_path / "ray", workers_of(cluster, concurrency=2), num_gpus=1)
     here = scores(tmp_path / "here", Workers())
-    assert gpus_of(on_gpus) <= {"0", "1"}
+    assert gpus_of(on_gpus) in ({"0"}, {"1"}, {"0", "1"})
     assert [name for name in here if not name.startswith("gpus/") and here[name] != on_gpus[name]] == []
 
 

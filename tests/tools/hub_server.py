@@ -11,7 +11,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import huggingface_hub.constants
 import pytest
-from huggingface_hub.utils import reset_sessions
+
+try:
+    from huggingface_hub.utils import reset_sessions
+except ImportError:  # Version 1 looks at each request whether it is offline.
+
+    def reset_sessions() -> None: ...
+
 
 TOKEN = "hf_" + "a" * 34
 """May write everything."""

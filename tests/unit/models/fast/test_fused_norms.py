@@ -138,11 +138,14 @@ def test_reductions_run_along_neighbouring_channels():
 SHAPES_OF_NETWORKS = [(320, 128), (640, 64), (960, 64), (320, 32), (1920, 32), (1280, 16), (2560, 16), (1280, 4)]
 """Channels and sides of feature maps in SD2 and SDXL."""
 
+QUICK = torch.bfloat16, (320, 128)
+"""What is compiled in every run of the tests."""
+
 
 @pytest.mark.parametrize(
     ("dtype", "num_channels", "side"),
     [
-        pytest.param(dtype, *shape, marks=[pytest.mark.slow] * ((dtype, shape) != (torch.bfloat16, (320, 128))))
+        pytest.param(dtype, *shape, marks=() if (dtype, shape) == QUICK else pytest.mark.slow)
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
         for shape in SHAPES_OF_NETWORKS
     ],
