@@ -5,9 +5,11 @@ Torch is imported where there is a process group only: a mistake in a YAML file 
 
 import datetime
 import functools
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from diffusion.errors import UserError
@@ -29,6 +31,9 @@ INTERRUPTED_EXIT_CODE = 130
 LONG_TIMEOUT = datetime.timedelta(hours=2)
 """How long ranks wait for a step that reads or writes whole checkpoints."""
 
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""Of a container: microseconds of CPU in each period, or "max"; and the period."""
+
 
 def rank() -> int:
     """Number of this process in the job, as the launcher set it; 0 without a launcher."""
@@ -48,6 +53,16 @@ def local_rank() -> int:
 def local_world_size() -> int:
     """Processes on this node."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def num_cores() -> int:
+    """Cores that this process may use, by its affinity and its container's quota (cgroup v2)."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = _CPU_QUOTA.read_text().split()
+    except FileNotFoundError:
+        return cores
+    return cores if quota == "max" else min(cores, math.ceil(int(quota) / int(period)))
 
 
 def has_process_group() -> bool:

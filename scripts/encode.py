@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from diffusion.config.loading import load, missing_keys
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.config.schema import Config
-from diffusion.distributed import local_rank, local_world_size, rank, start_process_group, world_size
+from diffusion.distributed import local_rank, local_world_size, num_cores, rank, start_process_group, world_size
 from diffusion.errors import ConfigurationError, MachineError, raise_all
 from diffusion.launch import CommandParser, choose_device, end_process, positive, run_command
 from diffusion.preparation.config import Engine, RayConfig
@@ -133,10 +133,10 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO if rank() == 0 else logging.WARNING, format="%(message)s")
 
     from diffusion.preparation.encoding.encode import encode
-    from diffusion.preparation.engine import Workers, available_cores
+    from diffusion.preparation.engine import Workers
 
     num_local = number if by_workers and engine is Engine.processes else local_world_size()
-    workers = Workers(engine=engine, number=number or available_cores(), ray=RayConfig(concurrency=number))
+    workers = Workers(engine=engine, number=number or num_cores(), ray=RayConfig(concurrency=number))
     device = device_of(options.device, workers, by_workers)
     start_process_group()
     load_here = partial(load_models, config, options.text_embeddings)
@@ -150,7 +150,7 @@ def main() -> None:
         precision=options.precision,
         mean_only=options.mean_only,
         scores=config.score_names,
-        num_workers=max(1, min(4, available_cores() // num_local)) if options.workers is None else options.workers,
+        num_workers=max(1, min(4, num_cores() // num_local)) if options.workers is None else options.workers,
         workers=workers if by_workers else None,
         load=load_here,
         progress=True,

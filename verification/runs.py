@@ -16,6 +16,7 @@ from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.read import read_weights
 from diffusion.config.model import Architecture, ModelConfig, Weights
+from diffusion.distributed import num_cores
 from diffusion.models import load_frozen_parts
 from diffusion.preparation.config import BucketsConfig, PrepareConfig, ScorerConfig
 from diffusion.preparation.encoding.encode import encode
@@ -173,7 +174,7 @@ def plugin(path: str, **arguments: object) -> str:
 
 def environment(num_ranks: int) -> dict[str, str]:
     """Variables of processes that share the cores of this machine."""
-    threads = str(max(1, (os.cpu_count() or 1) // num_ranks))
+    threads = str(max(1, num_cores() // num_ranks))
     return {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONWARNINGS": "ignore"}
 
 

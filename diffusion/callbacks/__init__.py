@@ -30,11 +30,11 @@ from diffusion.config.schema import Config
 from diffusion.config.secrets import to_public_yaml
 from diffusion.config.training import Device, Parallelism
 from diffusion.datasets.dataset import TextImageDataset, TrainingDataset
+from diffusion.distributed import num_cores
 from diffusion.ema.callbacks import LateStartEMA, build_averages
 from diffusion.models import fast
 from diffusion.models.autoencoder import AutoencoderTraining
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.operations.checks.machine import num_cores
 from diffusion.operations.heartbeats import heartbeat_folder
 from diffusion.operations.utilisation import LoaderSettings
 from diffusion.plugins import build_plugins

@@ -18,7 +18,6 @@ bits are compared. Time grows about linearly, except where very many distinct ha
 
 import itertools
 import math
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,6 +25,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from diffusion.distributed import num_cores
 
 HASH_BITS = 64
 
@@ -170,7 +171,7 @@ def _near_pairs(hashes: NDArray[np.uint64], distance: int) -> NDArray[np.uint64]
             is_new &= (difference & earlier) != 0  # The search for that mask has found the others.
         return pairs[is_new]
 
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_THREADS)) as threads:
+    with ThreadPoolExecutor(min(num_cores(), _MAX_THREADS)) as threads:
         return np.concatenate(list(threads.map(search, range(len(choices)))))
 
 

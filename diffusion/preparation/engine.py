@@ -66,11 +66,6 @@ class Workers:
     ray: RayConfig = field(default_factory=RayConfig)
 
 
-def available_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def progress_bar(name: str, total: int | None, *, unit: str = " images", initial: int = 0, shown: bool) -> "tqdm[Any]":
     """Make a bar on stderr; in a log it is a line every 30 s."""
     interval = 0.2 if sys.stderr.isatty() else 30.0

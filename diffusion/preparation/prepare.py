@@ -10,9 +10,10 @@ from diffusion import storage
 from diffusion.config.fields import check_sections
 from diffusion.config.loading import to_dict
 from diffusion.datasets.manifest import MANIFEST, SCAN, PreparedManifest
+from diffusion.distributed import num_cores
 from diffusion.errors import DataError
 from diffusion.preparation.config import PrepareConfig
-from diffusion.preparation.engine import Workers, available_cores
+from diffusion.preparation.engine import Workers
 from diffusion.preparation.explain import explain
 from diffusion.preparation.layout import LISTINGS, METADATA, REPORT_PAGE, SCORES, SELECTION, part_name
 from diffusion.preparation.output import claim, clear_folders, clear_result
@@ -78,7 +79,7 @@ def prepare(
     settings = _settings(config)
     shard_format(settings).check()
     out = config.out
-    workers = Workers(engine=config.engine, number=config.workers or available_cores(), ray=config.ray)
+    workers = Workers(engine=config.engine, number=config.workers or num_cores(), ray=config.ray)
     finished = None if overwrite else _read_manifest(out, settings)
     if removed is not None and finished is not None:
         take_down(out, read_keys(removed))

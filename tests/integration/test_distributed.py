@@ -1,6 +1,7 @@
 """Steps that the ranks of a job take together."""
 
 import multiprocessing
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,19 @@ from typing import Any
 import pytest
 
 from diffusion import distributed
-from diffusion.distributed import StepFailedElsewhereError, agree, broadcast, gather, on_first_rank
+from diffusion.distributed import StepFailedElsewhereError, agree, broadcast, gather, num_cores, on_first_rank
 from diffusion.errors import ConfigurationError, DataError, MachineError, UserError
 
 NUM_RANKS = 2
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("150000 100000", 2), ("50000 100000", 1), ("max 100000", 8), (None, 8)])
+def test_the_quota_of_a_container_limits_its_cores(quota, cores, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    monkeypatch.setattr(distributed, "_CPU_QUOTA", tmp_path / "cpu.max")
+    if quota:
+        (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    assert num_cores() == cores
 
 
 def on_ranks(folder: Path, step: Callable[[int], Any]) -> list[Any]:

@@ -96,15 +96,6 @@ def find_demand(config: Config, device: Device, *, num_ranks: int, ranks_per_nod
 # Memory
 
 
-def num_cores() -> int:
-    """Return the number of cores that this process may use, by affinity and by the container's quota."""
-    allowed = len(os.sched_getaffinity(0))
-    quota = _words(CGROUP / "cpu.max")
-    if len(quota) == 2 and quota[0].isdigit():
-        allowed = min(allowed, max(1, round(int(quota[0]) / int(quota[1]))))
-    return allowed
-
-
 def available_memory() -> int:
     """Return the bytes of memory that are available, by the machine and by the container's limit."""
     available = psutil.virtual_memory().available
