@@ -1,7 +1,7 @@
 """Recipes at equal compute: train a YAML on the task `shapes`, score it, and write a row of the leaderboard.
 
     python benchmarks/leaderboard.py yamls/tiny/transformer.yaml [key=value ...]
-    python benchmarks/leaderboard.py --tables                   # docs/leaderboard.md from the rows
+    python benchmarks/leaderboard.py --tables                   # docs/leaderboard.md and its figure from the rows
 
 Each recipe trains for the same CPU-seconds of the training process: their cost per step is measured before its first
 row. Each seed is a row, for other weights, order, noise and images, on the same data. The score is that of the oracle
@@ -35,6 +35,7 @@ from diffusion.errors import UserError
 from diffusion.evaluation.shapes import caption, task
 from diffusion.files import write_json
 from diffusion.launch import CommandParser, run_command
+from diffusion.reports.figures import COLOURS, DARK, save_png, subplots
 from diffusion.reports.tables import markdown_table
 
 ROWS = ROOT / "docs" / "leaderboard.jsonl"
@@ -190,12 +191,16 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def write_tables(file: Path, page: Path = PAGE) -> None:
-    """Write the table of the rows in a file into a page: the baseline, then recipes with the best relations first."""
-    rows = read_rows(file)
+    """Write the table of the rows in a file into a page: the baseline, then recipes with the best relations first.
+
+    A figure of each seed's relation is written to `images/leaderboard.png` beside the page.
+    """
     recipes: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
+    for row in read_rows(file):
         recipes.setdefault(row["name"], []).append(row)
-    order = sorted(recipes, key=lambda name: (name != BASELINE, -_mean(recipes[name], "two", "relation")))
+    relations = {name: [row["scores"]["two"]["relation"] for row in rows] for name, rows in recipes.items()}
+    order = sorted(recipes, key=lambda name: (name != BASELINE, -statistics.fmean(relations[name])))
+    _draw({name: relations[name] for name in order}, page.parent / "images" / "leaderboard.png")
     head = ["recipe", "seeds", "steps", "CPU-s", "PFLOPs", "M parameters"]
     head += [f"{kind}: {name}" for kind, names in COLUMNS.items() for name in names]
     lines = []
@@ -213,8 +218,17 @@ def write_tables(file: Path, page: Path = PAGE) -> None:
     page.write_text(text, encoding="utf-8")
 
 
-def _mean(rows: Sequence[Mapping[str, Any]], kind: str, name: str) -> float:
-    return statistics.fmean(row["scores"][kind][name] for row in rows)
+def _draw(relations: Mapping[str, Sequence[float]], path: Path) -> None:
+    """Draw a line per recipe, with a dot for each seed and a mark at their mean."""
+    figure, axes = subplots(height=0.6 + 0.27 * len(relations))
+    for line, (name, values) in enumerate(relations.items()):
+        axes.plot(values, [line] * len(values), "o", color=COLOURS[0 if name != BASELINE else 1], alpha=0.8)
+        axes.plot(statistics.fmean(values), line, "|", color=DARK, markersize=14)
+    axes.set(xlim=(-0.01, 1.01), xlabel="images of two objects with the right relation, by seed; mean")
+    axes.set_yticks(range(len(relations)), relations)
+    axes.invert_yaxis()
+    axes.grid(alpha=0.25, linewidth=0.6)
+    save_png(figure, path)
 
 
 def _interval(rows: Sequence[Mapping[str, Any]], kind: str, name: str) -> str:

@@ -26,8 +26,10 @@ def test_a_recipe_is_trained_for_the_same_cpu_seconds_and_scored(tmp_path):
         assert row["scores"][kind]["number"] == number
         assert all(0 <= row["scores"][kind][name] <= 1 for name in COLUMNS[kind])
     rows.write_text("".join(json.dumps(row | {"seed": seed}) + "\n" for seed in (1, 2)))
+    (tmp_path / "images").mkdir()
     page = tmp_path / "page.md"
     page.write_text("<!-- leaderboard -->\nold\n<!-- /leaderboard -->\n")
     write_tables(rows, page)
     assert "old" not in page.read_text()
+    assert (tmp_path / "images" / "leaderboard.png").stat().st_size > 1000
     assert f"| transformer | 2 | {row['steps']} |" in " ".join(page.read_text().split())
