@@ -11,8 +11,8 @@ steps beside fp32, the stall of a checkpoint, samples. A call ends within --minu
 for which time was short, after its own.
 
 load: latents beside a stock StreamingDataset, images beside bare decoding and resizing. open: what a rank needs before
-the first batch of 790 million samples. prepare: beside a loop that only decodes and copies. Ratios are rates: above 1
-is faster than what is named. Run it on a machine that does nothing else.
+the first batch of 790 million samples. prepare: beside a loop that only decodes and copies. Ratios compare rates: above
+1, ours is faster. Run it on a machine that does nothing else.
 
 Each row is printed and written to FOLDER/rows.jsonl as soon as it is measured, also an error. The same command again
 measures the missing rows.
@@ -57,7 +57,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("plan needs --out FOLDER, to continue there")
     known, given = (CALLS, rest) if options.command == "plan" else (PARTS, options.parts)
     if options.command != "tables" and (unknown := [part for part in given if part not in known]):
-        parser.error(f"{unknown[0]} is nothing that is measured: choose from {', '.join(known)}")
+        parser.error(f"unknown part {unknown[0]}: choose from {', '.join(known)}")
     return options
 
 

@@ -4,8 +4,8 @@
     python benchmarks/leaderboard.py --tables                   # docs/leaderboard.md and its figure from the rows
 
 Each recipe trains for the same CPU-seconds of the training process: their cost per step is measured before its first
-row. Each seed is a row, for other weights, order, noise and images, on the same data. The score is that of the oracle
-(`diffusion.evaluation.shape_checks`) on 512 scenes that the training data does not hold.
+row. Each seed is a row, for other weights, order, noise and images, on the same data; a seed with a row is skipped. The
+score is that of the oracle (`diffusion.evaluation.shape_checks`) on 512 scenes that the training data does not hold.
 """
 
 import datetime
@@ -250,7 +250,7 @@ def main() -> None:
     parser.add_argument("--name", help="of the row (default: that of the YAML)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[17, 18, 19])
     parser.add_argument("--cpu-seconds", type=float, default=CPU_SECONDS, help="of each training process")
-    parser.add_argument("--steps", type=int, help="instead: those of a recipe whose steps cost the same")
+    parser.add_argument("--steps", type=int, help="steps (default: measured); those of a recipe of the same cost")
     parser.add_argument("--out", type=Path, default=Path("runs/leaderboard"), help="data and runs")
     parser.add_argument("--vae", type=Path, help="folder of another VAE (default: trained for the task)")
     parser.add_argument("--quick", action="store_true", help="few images, a VAE of a few steps: shows that it runs")
@@ -260,12 +260,15 @@ def main() -> None:
     if options.tables:
         write_tables(options.rows)
         return
+    if not options.recipe:
+        parser.error("give a YAML")
     yaml, *overrides = options.recipe
     name = options.name or Path(yaml).stem
     out: Path = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     work = Task(out, options.vae and options.vae.resolve(), quick=options.quick)
-    steps = options.steps or next((row["steps"] for row in read_rows(options.rows) if row["name"] == name), None)
+    earlier = {row["seed"]: row for row in read_rows(options.rows) if row["name"] == name}
+    steps = options.steps or next((row["steps"] for row in earlier.values()), None)
     if steps is None:
         cost = work.train(yaml, overrides, out / f"{name}-calibration", work.calibration[1], options.seeds[0])
         steps = max(1, round(options.cpu_seconds / cost["cpu_seconds_per_step"]))
@@ -276,7 +279,7 @@ def main() -> None:
         for word in (f"--{flag}", str(value))
     ]
     revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    for seed in options.seeds:
+    for seed in sorted({*options.seeds} - earlier.keys()):
         folder = out / f"{name}-{seed}"
         cost = work.train(yaml, overrides, folder, steps, seed)
         row = {

@@ -45,19 +45,18 @@ _CAPTIONS = 300_000
 _CLUSTERS = 2000
 
 
-def measure_select(num_rows: int, *, rows_per_part: int | None = None, folder: Path | None = None) -> dict[str, Any]:
+def measure_select(num_rows: int, *, folder: Path | None = None) -> dict[str, Any]:
     """Measure `select` on made-up metadata: filters, `where`, exact and near duplicates, buckets, split, order.
 
     Args:
         num_rows: images; 5 % of them are copies of others, and 3 % nearly so.
-        rows_per_part: images of a partition; None: 2,000 to 250,000, by the number of images.
         folder: for the metadata (some 110 bytes per image, and as much while it runs), kept and used again; None is a
             temporary one.
 
     Returns:
         `seconds` and `peak_gib` (resident memory) of the process, `kept`, and rejected images by reason.
     """
-    rows_per_part = rows_per_part or min(max(num_rows // 400, 2000), 250_000)
+    rows_per_part = min(max(num_rows // 400, 2000), 250_000)
     numbers = range(-(-num_rows // rows_per_part))
     with tempfile.TemporaryDirectory() as temporary:
         out = folder or Path(temporary)

@@ -94,7 +94,7 @@ def _run_forked(row: Row, machine: dict[str, Any], path: Path, deadline: float) 
         process.join()
         if time.monotonic() >= deadline:
             return False
-        write(path, row, machine, error=f"not over after {timeout:.0f} s")
+        write(path, row, machine, error=f"still running after {timeout:.0f} s")
     elif not path.exists() or path.stat().st_size == size:
         write(path, row, machine, error=f"the process ended with exit code {process.exitcode}")
     return True

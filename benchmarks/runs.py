@@ -259,23 +259,18 @@ class PartClock(Callback):
 
 
 class SynchronisationWatch(Callback):
-    """Counts the calls in two steps that stop the host until the device is done, by their lines of code.
+    """Counts the calls in steps 3 and 4 that stop the host until the device is done, by their lines of code."""
 
-    Args:
-        first: Number of the first step that is watched.
-    """
-
-    def __init__(self, first: int = 3) -> None:
-        self.first = first
+    def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.watching = contextlib.ExitStack()
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Begin or end to watch."""
         step = state.timestamp.batch.value
-        if step == self.first:
+        if step == 3:
             self.watch(_device(state))
-        elif step == self.first + 2:
+        elif step == 5:
             self.watching.close()
 
     def watch(self, device: torch.device) -> None:

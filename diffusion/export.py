@@ -5,6 +5,7 @@ it.
 """
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -46,6 +47,9 @@ from diffusion.models.score_conditioning import build_score_embedding, fold_scor
 from diffusion.models.text_adapter import TextAdapter, build_text_adapter, with_adapter
 from diffusion.models.text_encoders import LanguageModel
 from diffusion.reports.run import find_results
+from diffusion.reports.tables import markdown_table
+
+logger = logging.getLogger(__name__)
 
 
 class Layout(str, Enum):
@@ -138,10 +142,10 @@ def export(
         out.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(out) as partial:
             if out.suffix == ".safetensors":
-                save_file(_single_file(trained, layout), partial, _metadata(trained, weights, licences))
+                save_file(_single_file(trained, layout), partial, _metadata(trained, licences))
                 return
             partial.mkdir(parents=True)
-            card = model_card(trained, weights, is_lora=lora_only, licences=licences, prepared=prepared, scores=scores)
+            card = model_card(trained, is_lora=lora_only, licences=licences, prepared=prepared, scores=scores)
             card = card.replace(OWN_FOLDER, f'"{repository}"') if repository else card
             (partial / "README.md").write_text(card, encoding="utf-8")
             if lora_only:
@@ -225,13 +229,13 @@ def _write_pipeline(folder: Path, trained: Trained) -> None:
     )
 
 
-def _metadata(trained: Trained, weights: str, licences: Licences) -> dict[str, str]:
+def _metadata(trained: Trained, licences: Licences) -> dict[str, str]:
     config = trained.config
     return {
         "format": "pt",
         "title": config.run_name,
         "checkpoint": trained.path.name,
-        "weights": weights,
+        "weights": trained.label or "average",
         "architecture": config.model.architecture.value,
         "prediction_type": config.objective.prediction_type.value,
         SCHEDULER_KEY: inference_scheduler(build_noise_scheduler(config.objective)).to_json_string(),
@@ -247,7 +251,6 @@ def _metadata(trained: Trained, weights: str, licences: Licences) -> dict[str, s
 
 def model_card(
     trained: Trained,
-    weights: str,
     *,
     is_lora: bool,
     licences: Licences,
@@ -257,7 +260,7 @@ def model_card(
     """Write a model card: Markdown with the header of the Hugging Face hub.
 
     Raises:
-        DataError: `prepared` is not a prepared data set, or an evaluation beside the run is damaged.
+        DataError: `prepared` is not a prepared data set.
     """
     config = trained.config
     header = ModelCardData(
@@ -268,11 +271,11 @@ def model_card(
     )
     sections = [
         f"---\n{header.to_yaml()}\n---\n\n# {config.run_name}\n",
-        _origin(trained, weights, scores),
+        _origin(trained, scores),
         USE_OF_LORA if is_lora else USE_OF_OWN_ENCODING if has_own_encoding(config.model) else USE,
         f"## Licences\n\n- model: {licences.model}\n- data: {licences.data}\n",
         _data(config, prepared),
-        _evaluations(trained.path, weights),
+        _evaluations(trained),
         f"## Recipe\n\n```yaml\n{to_public_yaml(config)}```\n",
     ]
     return "\n".join(section for section in sections if section)
@@ -317,9 +320,10 @@ image = pipeline("a prompt", guidance_scale=3.0).images[0]
 """
 
 
-def _origin(trained: Trained, weights: str, scores: Mapping[str, float]) -> str:
+def _origin(trained: Trained, scores: Mapping[str, float]) -> str:
     config, objective, steps = trained.config, trained.config.objective, batch_of(trained.path)
-    which = {"raw": "the training weights", "ema": "the average of the weights"}.get(weights, weights)
+    average = "the average of the weights"
+    which = {"raw": "the training weights", "ema": average, "": average}.get(trained.label, trained.label)
     images = f"{config.data.global_batch_size} images"
     length = f"after {steps:,} steps of {images}" if steps >= 0 else f"from {trained.path.name}"
     begun = f", initialised from `{config.init_from.checkpoint}`" if config.init_from is not None else ""
@@ -334,26 +338,29 @@ def _origin(trained: Trained, weights: str, scores: Mapping[str, float]) -> str:
 def _data(config: Config, prepared: Path | None) -> str:
     data, own = config.data, config.plugins.train_dataset
     what = f"`{own.path}`" if own else f"`{data.remote or data.local}`: {', '.join(s.name for s in data.streams)}"
-    lines = [f"## Data\n\n{what}\n"]
+    text = f"## Data\n\n{what}\n"
     try:
         manifest = PreparedManifest.read(prepared or Path(data.local or "").parent)
     except DataError:
         if prepared is not None:
             raise
-        return lines[0]
-    lines.append(f"\n{manifest.kept:,} of {manifest.seen:,} images were kept.\n\n| source | kind | images |\n")
-    lines.append("|---|---|---:|\n")
-    lines += [f"| {source.name} | {source.kind} | {source.kept:,} |\n" for source in manifest.sources]
-    return "".join(lines)
+        return text
+    rows = [(source.name, source.kind, f"{source.kept:,}") for source in manifest.sources]
+    sources = markdown_table(["source", "kind", "images"], rows)
+    return f"{text}\n{manifest.kept:,} of {manifest.seen:,} images were kept.\n\n{sources}\n"
 
 
-def _evaluations(path: Path, weights: str) -> str:
+def _evaluations(trained: Trained) -> str:
     """Write a table for each evaluation of these weights, with the protocols of its numbers."""
-    checkpoint = path.resolve()
+    checkpoint = trained.path.resolve()
     by_folder: dict[Path, list[Result]] = {}
     for file in find_results(checkpoint.parent.parent.parent):
-        result = Result.read(file)
-        if Path(result.path).parts[-3:] == checkpoint.parts[-3:] and result.weights == weights:
+        try:
+            result = Result.read(file)
+        except DataError as error:
+            logger.warning("left out of the model card: %s", error)
+            continue
+        if Path(result.path).parts[-3:] == checkpoint.parts[-3:] and result.weights == trained.label:
             by_folder.setdefault(file.parent, []).append(result)
     text = ""
     for results in by_folder.values():

@@ -35,6 +35,9 @@ class Trained:
     weights: dict[str, Tensor]
     """Weights by their names in the model, with LoRA's matrices if it was trained with LoRA."""
 
+    label: str = ""
+    """Which weights of the checkpoint: `raw`, `ema` ...; empty for a file."""
+
     @property
     def merged(self) -> dict[str, Tensor]:
         """Weights with LoRA merged."""
@@ -48,12 +51,14 @@ class Trained:
 
 
 def load_config_of(checkpoint: Path) -> Config:
-    """Read the configuration of a checkpoint.
+    """Read the configuration of a checkpoint, or that beside a file of averaged weights.
 
     Raises:
         DataError: the checkpoint is damaged, or was not written by this package.
-        ConfigurationError: it was written by a version with other keys.
+        ConfigurationError: it was written by a version with other keys, or there is none beside the file.
     """
+    if checkpoint.suffix == AVERAGE_SUFFIX:
+        return load(Config, _config_beside(checkpoint))
     return from_dict(Config, yaml.safe_load(read_record(checkpoint)["config"]), str(checkpoint))
 
 
@@ -72,15 +77,19 @@ def read_trained(path: str | Path, *, weights: str = "raw") -> Trained:
     """
     if Path(path).suffix == AVERAGE_SUFFIX:
         file = Path(path).expanduser()
-        config_file = _config_beside(file)
-        config = load(Config, config_file)
+        config = load_config_of(file)
         average = read_safetensors(file)
         if config.model.lora is not None:
             # The average has LoRA's matrices only; the other weights never change.
-            average = read_weights(resolve_checkpoint(str(config_file.parent)), "raw") | average
+            average = read_weights(resolve_checkpoint(str(_config_beside(file).parent)), "raw") | average
         return Trained(path=file, config=config, weights=average)
     checkpoint = resolve_checkpoint(str(path))
-    return Trained(path=checkpoint, config=load_config_of(checkpoint), weights=read_weights(checkpoint, weights))
+    return Trained(
+        path=checkpoint,
+        config=load_config_of(checkpoint),
+        weights=read_weights(checkpoint, weights),
+        label=weights,
+    )
 
 
 def load_model(path: str | Path, *, weights: str = "raw") -> LatentDiffusion:
@@ -94,7 +103,7 @@ def load_model(path: str | Path, *, weights: str = "raw") -> LatentDiffusion:
         DataError: it is damaged, or holds no average.
     """
     trained = read_trained(path, weights=weights)
-    log.info("loading %s weights of %s", weights, trained.path)
+    log.info("loading %s weights of %s", trained.label or "averaged", trained.path)
     config = trained.config
     options = replace(config.model, alignment=None)
     model = build_model(options, config.objective, resolution=config.data.resolution, seed=config.seed)

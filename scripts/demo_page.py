@@ -33,14 +33,16 @@ def main() -> None:
     """Load and serve."""
     arguments = parse_arguments()
     from diffusion.demo_page import build_page, open_page, read_login
+    from diffusion.ema.posthoc import AVERAGE_SUFFIX
     from diffusion.loading import load_model
 
     login = read_login(arguments.login_file) if arguments.login_file is not None else None
     device = choose_device(arguments.device)
-    models = {}
-    for weights in arguments.weights:
-        models[weights] = load_model(arguments.model, weights=weights)
-        models[weights].to(device)
+    file = Path(arguments.model)
+    labels = [file.stem] if file.suffix == AVERAGE_SUFFIX else arguments.weights
+    models = {label: load_model(arguments.model, weights=label) for label in labels}
+    for model in models.values():
+        model.to(device)
     page = build_page(
         models,
         title=arguments.model,

@@ -142,6 +142,7 @@ def export(arguments: argparse.Namespace) -> None:
     if arguments.out is None:
         sys.stdout.write(text)
     else:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(text, encoding="utf-8", newline="")
 
 

@@ -53,6 +53,7 @@ def main() -> None:
     by_source: Counter[str] = Counter()
     by_licence: Counter[str] = Counter()
     num_seen = 0
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(options.out) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
         table.writerow(["key", "source", "licence", "stream", "index", "times", "metadata"])

@@ -30,6 +30,7 @@ def main() -> None:
 
     folders = [options.run, *options.phases]
     out = options.out or folders[-1] / "report.html"
+    out.parent.mkdir(parents=True, exist_ok=True)
     write_report(read_phases(folders), out, options.evaluations)
     print(f"wrote {out}")
 

@@ -15,6 +15,7 @@ from composer import Callback, Event, Logger, State
 from composer.utils import dist
 
 from diffusion.models.latent_diffusion import Draws, LatentDiffusion
+from diffusion.reports.curves import read_json_lines
 
 
 class DrawTrace(Callback):
@@ -62,12 +63,9 @@ def step_hashes(folder: Path) -> dict[int, str]:
     rows: dict[int, dict[int, dict]] = {}
     for path in sorted(folder.glob("rank-*.jsonl")):
         rank = int(path.stem.removeprefix("rank-"))
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue  # The process was killed while it wrote.
-            rows.setdefault(row["step"], {})[rank] = row
+        for row in read_json_lines(path):
+            if row is not None:  # Else the process was killed while it wrote.
+                rows.setdefault(row["step"], {})[rank] = row
     return {step: _hash(ranks) for step, ranks in sorted(rows.items()) if 0 in ranks}
 
 

@@ -187,7 +187,7 @@ def _run(command: Sequence[str], num_ranks: int, folder: Path) -> int:
     except psutil.TimeoutExpired:
         for member in [*process.children(recursive=True), process]:
             member.kill()
-        raise VerificationError(f"{folder.name}: not over after {TIMEOUT:g} s; see {folder}/log.txt") from None
+        raise VerificationError(f"{folder.name}: still running after {TIMEOUT:g} s; see {folder}/log.txt") from None
 
 
 def read_outcome(

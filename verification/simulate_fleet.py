@@ -19,6 +19,7 @@ import numpy as np
 from diffusion.config.data import Mixing, legal_world_sizes
 from diffusion.datasets.mds import read_shards
 from diffusion.datasets.sample_order import GlobalOrder, OrderSettings, RankOrder, StreamShape
+from diffusion.errors import ConfigurationError
 from diffusion.launch import CommandParser, run_command
 from diffusion.planning.downloads import FleetStream, World, traffic
 from diffusion.reports.tables import text_table
@@ -82,6 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     order = GlobalOrder([stream.shape for stream in streams], settings)
     legal = legal_world_sizes(settings.global_batch_size, settings.unit_size)
     worlds = [world for world in options.worlds if world.num_ranks in legal]
+    if not worlds:
+        raise ConfigurationError(f"--worlds: none has a legal number of ranks: {', '.join(map(str, legal))}")
     print("\n".join(describe(order, streams)))
     stretches, whole = compare_stretches(order, worlds), compare_whole_epochs(settings, worlds, len(streams))
     print("\n".join(["", *text_table([HEAD, *rows(order, streams, worlds, stretches, whole)])]))

@@ -249,7 +249,8 @@ def rank_rows(starts: Sequence[Start], world: World) -> list[tuple[str, ...]]:
         values = [getattr(start, name) * factor for start in starts]
         first = values[:: world.ranks_per_node]
         others = [value for i, value in enumerate(values) if i % world.ranks_per_node]
-        rows.append((label, *(f"{statistics.median(some):,.1f} ({max(some):,.1f})" for some in (first, others))))
+        cells = (f"{statistics.median(some):,.1f} ({max(some):,.1f})" if some else "" for some in (first, others))
+        rows.append((label, *cells))
     return rows
 
 

@@ -6,8 +6,8 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from diffusion.config.fields import bounded
-from diffusion.config.model import Sampler
+from diffusion.config.fields import MAX_SEED, bounded
+from diffusion.config.model import NUM_TIMESTEPS, Sampler
 from diffusion.config.operations import PrometheusConfig
 from diffusion.config.training import Device, Plugin, WandbConfig
 
@@ -144,13 +144,13 @@ class GenEval2Config:
 class SamplingConfig:
     """Sampling of images."""
 
-    num_inference_steps: int = bounded(50, min=1)
+    num_inference_steps: int = bounded(50, min=1, max=NUM_TIMESTEPS)
     """Steps of the sampler."""
 
     sampler: Sampler | None = None
     """Null: ddim, or euler for rectified flow."""
 
-    seed: int = 0
+    seed: int = bounded(0, min=0, max=MAX_SEED)
     """Seed of the initial latents, which depend on (seed, prompt, image of the prompt)."""
 
     height: int | None = bounded(None, min=1)
@@ -247,7 +247,7 @@ class EvaluationConfig:
     """Images per batch on each rank. Changes the images by rounding only."""
 
     num_threads: int = bounded(4, min=1)
-    """Threads for reading and resizing images."""
+    """Threads for resizing images."""
 
     device: Device = Device.auto
     """auto: a GPU if there is one."""

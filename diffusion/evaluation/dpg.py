@@ -50,7 +50,7 @@ def read_items(path: Path) -> list[Item]:
         with path.open(encoding="utf-8-sig", newline="") as file:
             for row in csv.DictReader(file):
                 rows_by_item.setdefault(row["item_id"], []).append(row)
-    except (OSError, UnicodeDecodeError, KeyError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error, KeyError) as error:
         raise ConfigurationError(f"protocol.dpg.path={path} cannot be read as dpg_bench.csv: {error!r}") from error
     if not rows_by_item:
         raise ConfigurationError(f"protocol.dpg.path={path} has no questions")
@@ -71,7 +71,7 @@ def _item(rows: Sequence[Mapping[str, str]], where: str) -> Item:
                 )
             )
         return Item(prompt=rows[0]["text"].strip(), questions=tuple(questions))
-    except (KeyError, ValueError, AttributeError) as error:
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise ConfigurationError(f"{where}, is not in the format of dpg_bench.csv: {error!r}") from error
 
 

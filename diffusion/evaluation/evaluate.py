@@ -122,17 +122,26 @@ class Evaluation:
         """Evaluate the images of a folder: those of its listing, or all without a listing.
 
         Raises:
-            ConfigurationError: there are too few images, or no prompts.
+            ConfigurationError: there are too few images, or no prompts; or the output folder has numbers of another
+                folder of that name.
             DataError: the listing is invalid.
         """
+        result = Result(name=folder.resolve().name, path=str(folder.resolve()))
+
+        def check() -> None:
+            path = self.folder / RESULTS / result.file_name
+            if path.is_file() and Path(Result.read(path).path).resolve() != folder.resolve():
+                raise ConfigurationError(f"{path} is of another folder of that name: choose another output_folder")
+
+        on_first_rank(check)
         listed = agree(lambda: read_listing(folder))
         files = list_images(folder) if listed is None else [image.path for image in listed]
         prompts = None if listed is None else [Prompt(text=one.prompt, category=one.category) for one in listed]
         record: dict[str, Any] = {"num": len(files), "given": True}
         if prompts is not None:
             record["prompts"] = content_hash([prompt.text for prompt in prompts])
-        numbers = self.metrics.compute(image_files(files), prompts, record)
-        self._write(Result(name=folder.resolve().name, path=str(folder), numbers=numbers))
+        result.numbers = self.metrics.compute(image_files(files), prompts, record)
+        self._write(result)
 
     def _evaluate_images(self, model: EvaluatedModel, generator: Generator, scale: float) -> None:
         """Generate images at a guidance scale and compute their numbers."""
@@ -175,7 +184,7 @@ class Evaluation:
         return tasks
 
     def _is_done(self, result: Result, expected: Mapping[str, Protocol | None]) -> bool:
-        """Whether the file of a result has all numbers.
+        """Whether the file of a result has all numbers; on the first rank the result gets those that it has.
 
         Args:
             result: the result without numbers.
@@ -198,6 +207,7 @@ class Evaluation:
                     raise ConfigurationError(
                         f"{path} has {name} of another protocol ({'; '.join(differing)}): choose another output_folder"
                     )
+            result.numbers |= found.numbers
             return expected.keys() <= found.numbers.keys()
 
         return on_first_rank(check)

@@ -56,7 +56,7 @@ def read_prompts(
             prompts = _table_prompts(path, column, category_column)
         else:
             prompts = [Prompt(text=line.strip()) for line in path.read_text(encoding="utf-8-sig").split("\n")]
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigurationError(f"{path} cannot be read: {error}. Give a text file, a table or a data set") from error
     prompts = [prompt for prompt in prompts if prompt.text]
     if not prompts:
@@ -75,6 +75,9 @@ def _table_prompts(path: Path, column: str | None, category_column: str | None) 
         # Prompts of PartiPrompts have unbalanced quotation marks, so a .tsv has no quoting.
         dialect = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
         rows = list(csv.DictReader(file, **dialect))
+    for number, row in enumerate(rows, start=1):
+        if None in row:
+            raise ConfigurationError(f"{path}: row {number} has more cells than columns; put quotes around its commas")
     names = list(rows[0]) if rows else []
     text = _find_column(column, PROMPT_COLUMNS, names)
     if text is None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.files import read_json, write_json
+from diffusion.reports.tables import markdown_table
 
 Protocol = dict[str, Any]
 """JSON description of the computation of a number."""
@@ -182,11 +183,11 @@ def table(results: Sequence[Result]) -> str:
 
 def _table(results: Sequence[Result], names: Mapping[str, str]) -> str:
     """Markdown table of numbers, given as name to heading."""
-    rows = [["model", "guidance", *names.values()], ["---", "---:", *["---:"] * len(names)]]
+    rows = []
     for result in results:
         if not any(name in result.numbers for name in names):
             continue
         guidance = "" if result.guidance_scale is None else f"{result.guidance_scale:g}"
         values = [f"{result.numbers[name].value:.4g}" if name in result.numbers else "" for name in names]
         rows.append([result.name, guidance, *values])
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return markdown_table(["model", "guidance", *names.values()], rows) + "\n"

@@ -119,7 +119,7 @@ def read_json_items(path: Path, key: str, parse: Callable[[Any], AnyItem], kind:
         try:
             if line.strip():
                 items.append(parse(json.loads(line)))
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ConfigurationError(f"{path}, line {number}, is not in {kind}'s format: {error!r}") from error
     if not items:
         raise ConfigurationError(f"{key}={path} has no prompts")

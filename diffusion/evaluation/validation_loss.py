@@ -1,18 +1,18 @@
 """Validation loss of any weights on any number of ranks, and its dependence on the captions."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
-from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.config.model import Posterior
 from diffusion.config.schema import Config
 from diffusion.datasets.batch import BatchKey, num_samples
 from diffusion.datasets.loader import ValidationDataset, validation_dataset, validation_loader
 from diffusion.distributed import agree, is_first_rank, rank, world_size
-from diffusion.errors import ConfigurationError
+from diffusion.errors import ConfigurationError, DataError
 from diffusion.evaluation.generate import CheckpointGenerator, EvaluatedModel, Generator
 from diffusion.evaluation.protocol import VALIDATION_LOSS, VERSION, Number
 from diffusion.loading import load_config_of
@@ -37,25 +37,33 @@ def validation_losses(evaluated: EvaluatedModel, generator: Generator) -> dict[s
 
     Raises:
         ConfigurationError: the model is no checkpoint of a run with validation data.
-        DataError: the data is missing or damaged.
+        DataError: the data is missing or damaged, or a loss is not finite.
     """
     if not isinstance(generator, CheckpointGenerator):
         raise ConfigurationError(
             f"protocol.validation_loss: {evaluated.path} is no checkpoint, and has no validation data"
         )
     model = generator.model
-    config = agree(lambda: load_config_of(resolve_checkpoint(evaluated.path)))
+    config = agree(lambda: load_config_of(Path(evaluated.path)))
     dataset = agree(lambda: open_validation_data(config, model))
     model.set_validation_data(dataset.stream_names_with_samples, torch.from_numpy(dataset.addresses()))
     metrics: Any = model.get_metrics()
     assert config.validation is not None
     loader = validation_loader(dataset, config.validation, config.data, rank=rank(), num_ranks=world_size())
+    is_finite = True
     with torch.no_grad():
         for batch in tqdm(loader, desc="validation loss", disable=not is_first_rank(), leave=False):
             outputs = model.eval_forward({key: value.to(generator.device) for key, value in batch.items()})
             error = squared_error(outputs).cpu()
+            is_finite &= bool(error.isfinite().all())
             for metric in metrics.values():
                 metric.add(error, batch, outputs.timesteps.cpu())
+
+    def check() -> None:
+        if not is_finite:
+            raise DataError(f"{evaluated.path}: a validation loss is not finite; its weights are of no use")
+
+    agree(check)
     values = {name: metric.compute().item() for name, metric in metrics.items()}
     protocol = {
         "version": VERSION,

@@ -49,7 +49,7 @@ UTILISATION = {
 }
 """Shares from 0 to 1, drawn in one figure."""
 
-MARKS = {"pre-empted": COLOURS[1], "killed": COLOURS[3], "ended": COLOURS[5], ROLLBACK: COLOURS[4]}
+MARKS = {"pre-empted": COLOURS[1], "killed": COLOURS[3], "ended early": COLOURS[5], ROLLBACK: COLOURS[4]}
 """Colours of marks: how the start before a resumption ended, and rollbacks."""
 
 UNKNOWN = "unknown"
@@ -404,12 +404,12 @@ def _mark_events(axes: Axes, runs: Sequence[Run]) -> bool:
     marks: dict[str, list[int]] = {}
     for run in runs:
         for before, after in itertools.pairwise(run.starts):
-            if (kind := before.end.split(" ")[0]) in MARKS:
+            if (kind := before.end.split(" (")[0]) in MARKS:
                 marks.setdefault(kind, []).append(run.first_step + after.step)
         if rollbacks := run.timeline.loc[run.timeline["event"] == ROLLBACK, "step"].tolist():
             marks.setdefault(ROLLBACK, []).extend(run.first_step + step for step in rollbacks)
     for kind, steps in marks.items():
-        label = "rollback of a wrong loss" if kind == ROLLBACK else f"resumed; {kind} before"
+        label = "rollback of a wrong loss" if kind == ROLLBACK else f"resumed, before: {kind}"
         height, marker = (0.97, "v") if kind == ROLLBACK else (0.03, "^")
         axes.plot(steps, [height] * len(steps), marker, color=MARKS[kind], markersize=6,
                   transform=axes.get_xaxis_transform(), clip_on=False, label=label)  # fmt: skip

@@ -18,6 +18,7 @@ from diffusion.config.model import Weights
 from diffusion.ema.averaging import Exponential, PowerFunction, Profile
 from diffusion.ema.posthoc import STORED, list_averages, read_combination, reconstruct
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.export import export
 from diffusion.loading import load_model
 from tests.tools.training_runs import Run
 
@@ -267,6 +268,8 @@ def test_a_width_that_was_not_tracked_generates(runs, tmp_path):
     path, combination = reconstruct(copy, 0.15)
     assert path == copy / "reconstructed" / "step-000008-width-0.15.safetensors"
     model = load_model(path)
+    export(str(path), tmp_path / "exported")
+    assert "the average of the weights from step-000008-width-0.15" in (tmp_path / "exported/README.md").read_text()
     expected = float64_average(runs["none"], PowerFunction(0.15))
     found = model.state_dict()
     nearest = float64_average(runs["none"], PowerFunction(0.2))

@@ -111,8 +111,10 @@ def test_the_table_has_one_row_for_each_result_and_tables_by_category(outputs):
 def test_questions_and_rewards_have_the_values_of_models_that_always_say_the_same(server, root, tmp_path):
     """Yes has 0.5, no 0.2 and a share of the rest, two 0.08 and twice that share."""
     settings = (f"model={root / 'run'}", "guidance_scales=[2.0]", *all_protocols(root, root / "constant"))
-    metrics = ("protocol.metrics=[clip_score, hpsv3]", "protocol.reference=null", "protocol.compositional=null")
+    metrics = ("protocol.metrics=[clip_score]", "protocol.reference=null", "protocol.compositional=null")
     evaluate_on(server, 1, overrides(root, tmp_path, *settings, *metrics))
+    more = ("protocol.metrics=[hpsv3]", "protocol.dpg=null", "protocol.geneval2=null")
+    evaluate_on(server, 1, overrides(root, tmp_path, *settings, *metrics, *more))
     rest = (1.0 - sum(REPLIES.values())) / (len(VOCABULARY) - len(REPLIES))
     yes, two = 50.0, 100 * (0.08 + 2 * rest)
     expected = {
@@ -145,6 +147,11 @@ def test_a_folder_of_images_has_the_scores_of_its_prompts_by_category(server, ro
     of_model = numbers(outputs[1])["ep0-ba4-raw-cfg3"]
     expected = {name: of_model[name] for name in scores}
     assert numbers(tmp_path) == {"prompts": pytest.approx(expected, rel=1e-6, abs=1e-6)}
+    images = f"images={folder.parents[1] / 'ep0-ba4-ema-cfg3' / 'prompts'}"
+    job = server.start(1, ["evaluate.py", "tests/tools/toy_evaluation.yaml", f"output_folder={tmp_path}", images,
+                           *settings, *networks]).finish()  # fmt: skip
+    assert job.codes == [2]
+    assert "another folder of that name" in job.output
 
 
 def test_existing_images_are_not_generated_again(server, root, outputs, tmp_path):

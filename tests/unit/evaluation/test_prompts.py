@@ -91,6 +91,9 @@ def test_prompts_of_tables_and_lists(tmp_path):
         read_prompts(bench, column="Text")
     with pytest.raises(ConfigurationError, match="num=3"):
         read_prompts(lines, num=3)
+    bench.write_text("Prompts\na car\na dog, a cat\n")
+    with pytest.raises(ConfigurationError, match="row 2 has more cells"):
+        read_prompts(bench)
 
 
 def test_captions_and_images_of_a_prepared_data_set(shapes):
