@@ -112,11 +112,12 @@ def device_of(given: str | None, workers: "Workers", by_workers: bool) -> str:
         logging.getLogger(__name__).info("the workers of the Ray cluster encode on: %s", device)
         return device
     device = given or ("cuda" if torch.cuda.is_available() else "cpu")
+    if by_workers and device.startswith("cuda:"):
+        raise ConfigurationError(f"--device {device} is one GPU for all processes: set CUDA_VISIBLE_DEVICES, give cuda")
+    num = workers.number if by_workers else local_world_size()
+    if device == "cuda" and 0 < torch.cuda.device_count() < num:
+        raise MachineError(f"{num} processes on a node with {torch.cuda.device_count()} GPUs: start one for each")
     if device == "cuda" and torch.cuda.is_available() and not by_workers:
-        if local_world_size() > torch.cuda.device_count():
-            raise MachineError(
-                f"{local_world_size()} processes on a node with {torch.cuda.device_count()} GPUs: start one for each"
-            )
         torch.cuda.set_device(local_rank())
         device = f"cuda:{local_rank()}"
     return choose_device(device)

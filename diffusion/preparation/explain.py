@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from diffusion.preparation.config import PrepareConfig
-from diffusion.preparation.filters import SCAN_REASON, Conditions, load_conditions
+from diffusion.preparation.filters import SCAN_REASON, Conditions, explained_values, load_conditions
 from diffusion.preparation.metadata import MetadataDatabase, groups, literal, open_database
 from diffusion.preparation.records import Reason
 
@@ -52,7 +52,9 @@ def explain(out: str, config: PrepareConfig, scan: "Scan") -> list[Cost]:
             query = (
                 f"SELECT {first} AS first, count(*), {counted} FROM {conditions.images(database, some)} GROUP BY first"
             )
-            for reason, num, *counts in database.connection.execute(query).fetchall():
+            with explained_values(config):
+                found = database.connection.execute(query).fetchall()
+            for reason, num, *counts in found:
                 num_images += num
                 alone += counts
                 if reason != "":  # Null are those that the scan has rejected.

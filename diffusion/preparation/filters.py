@@ -6,7 +6,8 @@ goes before it, so that a score that nobody computed is a line of its own in the
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from diffusion.config.fields import section_problems
 from diffusion.errors import ConfigurationError, first_line, raise_all
 from diffusion.preparation.buckets import build_buckets
 from diffusion.preparation.config import ConditionConfig, FiltersConfig, Missing, PrepareConfig
+from diffusion.preparation.layout import METADATA
 from diffusion.preparation.metadata import (
     MEASURES,
     MetadataDatabase,
@@ -81,7 +83,7 @@ class Conditions:
     keys: list[str]
     """Of the sources' metadata, for the filters."""
 
-    types: dict[str, str]
+    types: Mapping[str, str]
     """SQL type of the keys that `where` names."""
 
     def images(self, database: MetadataDatabase, parts: Sequence[int]) -> str:
@@ -95,8 +97,16 @@ class Conditions:
         return f"CASE WHEN {SCAN_REASON} <> '' THEN {SCAN_REASON} {rules} ELSE '' END"
 
 
-def load_conditions(database: MetadataDatabase, config: PrepareConfig, parts: Sequence[int]) -> Conditions:
+def load_conditions(
+    database: MetadataDatabase, config: PrepareConfig, parts: Sequence[int], types: Mapping[str, str] | None = None
+) -> Conditions:
     """Write the conditions on the images of some parts, and make the table `sizes` with the bucket of each size.
+
+    Args:
+        database: the metadata.
+        config: the configuration.
+        parts: numbers of the parts.
+        types: SQL types of the keys that `where` named in earlier generations, which later ones keep.
 
     Raises:
         ConfigurationError: a setting is wrong.
@@ -116,11 +126,22 @@ def load_conditions(database: MetadataDatabase, config: PrepareConfig, parts: Se
     names = np.array([*buckets.names, None])[buckets.indices(columns["width"], columns["height"])]
     add_table(database.connection, "sizes", pa.table({**columns, "_bucket": pa.array(names, pa.string())}))
     too_small = Rule(Reason.TOO_SMALL.value, "_bucket IS NULL", "printf('%d x %d', width, height)")
-    rules, types = [too_small, *build_rules(config.filters, column)], {}
+    rules, types = [too_small, *build_rules(config.filters, column)], types or {}
     if config.where is not None:
-        types = _where_types(database, config.where, parts)
+        types = _where_types(database, config.where, parts, types)
         rules.append(Rule(WHERE, f"(\n{config.where}\n) IS NOT TRUE", "''"))
     return Conditions(rules, keys, types)
+
+
+@contextmanager
+def explained_values(config: PrepareConfig) -> Iterator[None]:
+    """Report values of the metadata that a condition cannot take as a ConfigurationError."""
+    import duckdb
+
+    try:
+        yield
+    except (duckdb.ConversionException, duckdb.OutOfRangeException, duckdb.InvalidInputException) as error:
+        raise ConfigurationError(f"{'where' if config.where else METADATA}: {first_line(error)}") from error
 
 
 def build_rules(config: FiltersConfig, column: ColumnSql) -> list[Rule]:
@@ -134,7 +155,9 @@ def build_rules(config: FiltersConfig, column: ColumnSql) -> list[Rule]:
     return _with_distinct_names(rules)
 
 
-def _where_types(database: MetadataDatabase, where: str, parts: Sequence[int]) -> dict[str, str]:
+def _where_types(
+    database: MetadataDatabase, where: str, parts: Sequence[int], earlier: Mapping[str, str]
+) -> Mapping[str, str]:
     """Find the SQL types of the keys of the sources' metadata that `where` names, and check it against the columns."""
     import duckdb
 
@@ -142,7 +165,7 @@ def _where_types(database: MetadataDatabase, where: str, parts: Sequence[int]) -
     keys = [name for name in parse_where(where) if name.lower() not in known]
     if len({key.lower() for key in keys}) < len(keys):
         raise ConfigurationError(f"where: {where!r} names keys that differ in upper and lower case only; name one")
-    types = database.key_types(keys, parts)
+    types = {**earlier, **database.key_types([key for key in keys if key not in earlier], parts)}
     try:
         images = database.images(parts[:1], types=types)
         database.connection.execute(f"EXPLAIN SELECT 1 FROM {images} WHERE (\n{where}\n)").fetchall()

@@ -30,12 +30,11 @@ from diffusion.preparation.engine import Workers, run
 from diffusion.preparation.layout import DEAD_LETTERS
 from diffusion.preparation.notifications import Message, Queue
 from diffusion.preparation.prepare import discard_unfinished, prepare
-from diffusion.preparation.records import Partition
+from diffusion.preparation.records import NothingKeptError, Partition
 from diffusion.preparation.scan import Scan, Scanner, ScanTask, Taken, local_metadata, open_configured
 from diffusion.preparation.sources import Source
 from diffusion.preparation.sources.detection import is_empty, path_of
 from diffusion.preparation.sources.reading import file_of
-from diffusion.preparation.write import NothingKeptError
 from diffusion.storage import UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -222,7 +221,7 @@ class Ingestion:
 def _open_sources(config: PrepareConfig) -> Sequence[Source]:
     """Open the sources; none while one of them holds nothing yet, which leaves its kind open."""
     try:
-        return open_configured(config)
+        return open_configured(config, keep_emptied=True)
     except DataError:
         if storage.exists(storage.join(config.out, SCAN)) or not any(map(is_empty, config.sources)):
             raise

@@ -60,7 +60,7 @@ def removed_row(row: Mapping[str, Any], partition_file: str) -> dict[str, Any]:
     if row["key"] == "":
         return dict(row)
     file, version = row["file"], row["version"]
-    if not partition_file:
+    if not partition_file and file:  # A source that is a single file has no name for it.
         file, version = "~" + hashlib.md5(file.encode(), usedforsecurity=False).hexdigest(), ""
     kept = {"key": "", "key_hash": row["key_hash"], "file": file, "version": version}
     return dict.fromkeys(SCHEMA.names) | kept | {"reason": Reason.REMOVED.value, "detail": ""}

@@ -116,10 +116,15 @@ def check_empty(out: str, allowed: Collection[str]) -> None:
     if storage.is_url(out):
         names = {name.partition("/")[0] for name in storage.list_files(out)}
     else:
-        names = {path.name for path in Path(out).iterdir() if not path.is_dir() or any(path.iterdir())}
-    if unexpected := sorted(name for name in names if not name.startswith(".") and name not in allowed):
+        names = {path.name for path in Path(out).iterdir()}
+    names = {name for name in names if not name.startswith(".") and name not in allowed}
+    if unexpected := sorted(name for name in names if storage.is_url(out) or not _is_empty_folder(Path(out, name))):
         shown = ", ".join(map(ascii, unexpected[:3]))
         raise DataError(f"{storage.shown(out)} holds other files ({shown}); choose an empty folder")
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
 
 
 @contextmanager

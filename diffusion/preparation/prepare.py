@@ -18,6 +18,7 @@ from diffusion.preparation.explain import explain
 from diffusion.preparation.layout import LISTINGS, METADATA, REPORT_PAGE, SCORES, SELECTION, part_name
 from diffusion.preparation.output import claim, clear_folders, clear_result
 from diffusion.preparation.plugins import check_plugins
+from diffusion.preparation.records import NothingKeptError
 from diffusion.preparation.removed import add_removed, read_keys
 from diffusion.preparation.scan import Scan, Taken, changed_settings, scan_sources
 from diffusion.preparation.score import score
@@ -95,8 +96,10 @@ def prepare(
         if "score" in stages:
             score(config, scan, workers=workers, progress=progress)
         if finished is None:
-            if "select" in stages and storage.exists(storage.join(out, MANIFEST)):
-                explain(out, config, scan)  # A mistake in the conditions is found before anything is removed.
+            # A mistake in the conditions is found before anything is removed.
+            is_replaced = "select" in stages and storage.exists(storage.join(out, MANIFEST))
+            if is_replaced and explain(out, config, scan)[-1].remaining == 0:
+                raise NothingKeptError(f"no image passes the conditions; {storage.shown(out)} stays as it is")
             scan = _begin_anew(out, scan)
         if "select" in stages:
             select(out, config, scan, progress=progress)

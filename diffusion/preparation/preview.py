@@ -15,6 +15,7 @@ from diffusion.preparation.records import Partition
 from diffusion.preparation.scan import Scan, Scanner, ScanTask, open_configured
 from diffusion.preparation.score import score
 from diffusion.preparation.select import Selection, select
+from diffusion.preparation.select import check as check_selection
 
 _PARTITIONS = 16
 """Partitions of a source, spread over it, from which the images are taken."""
@@ -32,9 +33,10 @@ def preview(config: PrepareConfig, number: int) -> Selection:
     """
     check_sections(config)
     check_plugins(config)
+    check_selection(config)
     sources = open_configured(config)
     with TemporaryDirectory(prefix="preview-", dir=config.scratch) as out:
-        config = replace(config, out=out, buckets=replace(config.buckets, min_samples=None))
+        config = replace(config, out=out, buckets=replace(config.buckets, min_samples=None, reject_small=False))
         scanner = Scanner(out, to_dict(config.limits))
         scanned: list[Partition] = []
         for index, source in enumerate(sources):

@@ -177,12 +177,16 @@ def record_of_files(
             metadata = parse_object(decode_text(values))
         except ValueError as error:
             return Rejected(key, Reason.INVALID_JSON, location, str(error)[:80])
-    if (status := metadata.get("status", "success")) != "success":
+    if (status := metadata.get("status")) not in ("success", None):
         return not_successful(key, status, metadata, location)
     if image is None:
         return Rejected(key, Reason.MISSING_IMAGE, location, detail)
     rest = {name: metadata[name] for name in metadata if name not in ("captions", "caption", "text")}
     return make_record(key, image, _captions(text, metadata), rest, location)
+
+
+class NothingKeptError(DataError):
+    """All images of a data set are rejected."""
 
 
 def not_successful(key: str, status: Any, metadata: Mapping[str, Any], location: Location) -> Rejected:

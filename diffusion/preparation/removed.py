@@ -20,7 +20,7 @@ def read_keys(path: Path) -> set[str]:
         DataError: it cannot be read, or is not UTF-8.
     """
     try:
-        lines = path.read_bytes().decode().split("\n")
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}; give a file with one key per line") from error
     except UnicodeDecodeError as error:

@@ -136,7 +136,7 @@ def scan_sources(
             or a source has changed in what was scanned before.
         MachineError: a file cannot be read or written, or a worker died.
     """
-    sources = open_configured(config)
+    sources = open_configured(config, keep_emptied=only is not None)
     _check_apart(sources, config.out)
     settings = {"limits": to_dict(config.limits), "partition_size": config.partition_size}
     scan = Scan([], [], settings)
@@ -164,17 +164,19 @@ def scan_sources(
     return scan
 
 
-def open_configured(config: PrepareConfig) -> list[Source]:
-    """Open the sources of a configuration."""
+def open_configured(config: PrepareConfig, *, keep_emptied: bool = False) -> list[Source]:
+    """Open the sources of a configuration; with `keep_emptied`, those of the scan that hold no file any more, too."""
+    scanned = Scan.read(config.out).sources if keep_emptied and storage.exists(storage.join(config.out, SCAN)) else ()
     return open_sources(
-        config.sources, config.image_column, config.caption_column, config.limits, config.partition_size
+        config.sources, config.image_column, config.caption_column, config.limits, config.partition_size, scanned
     )
 
 
 def _check_apart(sources: Sequence[Source], out: str) -> None:
     """Check that no output lies in a source, or the reverse."""
     for source in sources:
-        here, there = f"{_resolved(source.path)}/", f"{_resolved(out)}/"
+        path = storage.join(source.root, source.pattern) if source.pattern else source.root
+        here, there = f"{_resolved(path)}/", f"{_resolved(out)}/"
         if here.startswith(there) or there.startswith(here):
             raise ConfigurationError(
                 f"out: {storage.shown(out)} and the source {source.path} lie in one another; choose another folder"

@@ -26,16 +26,15 @@ from diffusion import storage
 from diffusion.config.data import named_size
 from diffusion.config.loading import to_dict
 from diffusion.datasets.buckets import SizeBuckets
-from diffusion.errors import ConfigurationError, DataError, MachineError, first_line
+from diffusion.errors import DataError, MachineError
 from diffusion.files import atomic_path
 from diffusion.preparation.buckets import build_buckets
 from diffusion.preparation.config import DuplicatesConfig, PrepareConfig
 from diffusion.preparation.duplicates import find_candidates, find_duplicates
 from diffusion.preparation.explain import Rejection, describe_rejections
-from diffusion.preparation.filters import Conditions, build_rules, load_conditions, parse_where
+from diffusion.preparation.filters import Conditions, build_rules, explained_values, load_conditions, parse_where
 from diffusion.preparation.layout import (
     CAPTIONS,
-    METADATA,
     SCORES,
     SELECTION,
     TRAIN,
@@ -52,7 +51,7 @@ from diffusion.preparation.metadata import (
     literal,
     open_database,
 )
-from diffusion.preparation.records import Reason
+from diffusion.preparation.records import NothingKeptError, Reason
 
 if TYPE_CHECKING:
     import duckdb
@@ -105,6 +104,9 @@ class Selection:
 
     examples: dict[str, list[Rejection]] = field(default_factory=dict)
     """The first rejected images by reason, in the order of parts and rows; none in selections of earlier versions."""
+
+    types: dict[str, str] = field(default_factory=dict)
+    """SQL types of the keys of the sources' metadata that `where` has named so far; later generations keep them."""
 
     @property
     def reasons(self) -> dict[str, int]:
@@ -272,7 +274,7 @@ def _select(
     progress: bool,
 ) -> Selection:
     generation, connection = len(earlier), database.connection
-    conditions = load_conditions(database, config, database.parts(generation))
+    conditions = load_conditions(database, config, database.parts(generation), earlier[-1].types if earlier else {})
     _load_images(out, config, database, conditions, earlier, progress)
     connection.execute("CREATE TABLE duplicates (part INT, row_number INT, of_part INT, of_row INT, same BOOLEAN)")
     if config.duplicates is not None and (config.duplicates.exact or config.duplicates.near):
@@ -299,6 +301,7 @@ def _select(
         first_task=first_task,
         tasks=tasks,
         examples=describe_rejections(database, config, conditions),
+        types=dict(conditions.types),
     )
     storage.write_json(uri, dataclasses.asdict(selection))
     logger.info("kept %s of %s images", f"{selection.kept:,}", f"{selection.seen:,}")
@@ -321,8 +324,6 @@ def _load_images(
     progress: bool,
 ) -> None:
     """Make the table `images` of the images of a generation, and of the kept ones of earlier generations."""
-    import duckdb
-
     generation, connection = len(earlier), database.connection
     parts = database.parts(generation)
     limit = int(config.validation_fraction * 2**64)
@@ -343,12 +344,9 @@ def _load_images(
             FROM {conditions.images(database, some)}"""
 
     connection.execute(f"CREATE TABLE images AS {insert(parts[:1])} LIMIT 0").fetchall()
-    try:
+    with explained_values(config):
         for some in tqdm([*groups(parts)], desc="select", mininterval=1.0, disable=not progress):
             connection.execute(f"INSERT INTO images {insert(some)}").fetchall()
-    except (duckdb.ConversionException, duckdb.OutOfRangeException, duckdb.InvalidInputException) as error:
-        what = "where" if config.where else METADATA
-        raise ConfigurationError(f"{what}: {first_line(error)}") from error
     if config.duplicates is None:
         return
     for one in earlier:
@@ -399,7 +397,7 @@ def _move_small_buckets(
         small = [name for name, count in counts.items() if count < least and name not in existing]
         large = {name for name, count in counts.items() if count >= least} | existing
         if small and not large:
-            raise DataError(
+            raise NothingKeptError(
                 f"no bucket has {least} images (buckets.min_samples), the largest has {max(counts.values())}: lower "
                 "it, or divide the images into fewer buckets"
             )

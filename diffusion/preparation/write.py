@@ -65,7 +65,7 @@ from diffusion.preparation.layout import (
     read_table,
     write_table,
 )
-from diffusion.preparation.records import Location, Partition, Reason, clean_text, fit_for_json
+from diffusion.preparation.records import Location, NothingKeptError, Partition, Reason, clean_text, fit_for_json
 from diffusion.preparation.scan import Scan
 from diffusion.preparation.select import Selection, kept_rows, read_selection
 from diffusion.preparation.sources import Source
@@ -102,10 +102,6 @@ _IDENTITIES = "_identities.json"
 
 _NUM_EXAMPLES = 5
 """Rejected images of each reason that the manifest names."""
-
-
-class NothingKeptError(DataError):
-    """All images of a data set are rejected."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -228,7 +228,8 @@ def compare(found: Sequence[Partition], known: Sequence[str], only: Mapping[str,
         import duckdb
 
         with duckdb.connect() as database:
-            query = "SELECT file, max(version) FROM read_parquet(?, hive_partitioning = false) GROUP BY file"
+            query = """SELECT file, max(version) FROM read_parquet(?, hive_partitioning = false)
+                WHERE version <> '' GROUP BY file"""  # Version 0.2 erased the file of a source that is a single one.
             versions = dict(database.execute(query, [list(known)]).fetchall())
     return Partitions(
         new=[one for one in found if one.file not in versions and (only is None or only.get(one.file) == one.version)],

@@ -49,6 +49,7 @@ def open_sources(
     caption_column: str | None = None,
     limits: LimitsConfig | None = None,
     partition_size: int | None = None,
+    scanned: Sequence[Source] = (),
 ) -> list[Source]:
     """Find out what some sources are, and give each a name of its own.
 
@@ -59,6 +60,8 @@ def open_sources(
         caption_column: column of the captions, likewise.
         limits: of an image.
         partition_size: images of a partition; None for a function of their number.
+        scanned: sources of an earlier scan, each of the entry of its number; where one holds no file any more, its kind
+            is known from then.
 
     Raises:
         DataError: there is none, nothing, nothing known, several kinds in one, two that hold the same files, or a
@@ -66,8 +69,11 @@ def open_sources(
         MachineError: a store does not answer or not to these credentials, or a package is missing.
     """
     sources: list[Any] = []
-    for entry in entries:
+    for number, entry in enumerate(entries):
         given = _entry(entry)
+        if number < len(scanned) and scanned[number].root == _root(given.path) and is_empty(entry):
+            sources.append(scanned[number])
+            continue
         settings = {
             "image_column": given.image_column or image_column,
             "caption_column": given.caption_column or caption_column,
@@ -83,9 +89,9 @@ def open_sources(
         for other in sources:
             if _overlap(source, other):
                 raise DataError(f"{source.path} and {other.path} hold the same files; give them once")
-        names, number, name = {other.name for other in sources}, 2, source.name
+        names, suffix, name = {other.name for other in sources}, 2, source.name
         while name in names:
-            name, number = f"{source.name}~{number}", number + 1
+            name, suffix = f"{source.name}~{suffix}", suffix + 1
         sources.append(replace(source, name=name))
     if not sources:
         raise DataError(f"no source was given; a source is {KINDS}")
@@ -116,6 +122,8 @@ def _entry(entry: "str | os.PathLike[str] | Mapping[str, Any] | SourceConfig") -
     if isinstance(entry, SourceConfig):
         return entry
     keys = [one.name for one in fields(SourceConfig)]
+    if not isinstance(entry, Mapping):
+        raise DataError(f"sources: {entry!r} is no path; put quotes around a name of digits")
     if not isinstance(entry.get("path"), str) or not set(entry) <= set(keys):
         raise DataError(f"sources: a source that is no path has the key path and may have {' and '.join(keys[1:])}; "
                         f"here are {', '.join(map(ascii, entry))}")  # fmt: skip
@@ -128,14 +136,14 @@ def _open(text: str, settings: dict[str, Any]) -> Source:
         return open_huggingface(text, settings)
     if is_url(text):
         _check_url(text)
-        path = text.rstrip("/")
+        path = _root(text)
         is_web = path.startswith(("http://", "https://"))
         is_pattern = not is_web and glob.has_magic(path.partition("://")[2])
         is_file = not is_pattern and _kind_of_file(path) is not None and (is_web or storage.exists(path))
         if is_file and is_web:
             storage.stat(path)
     else:
-        path = os.path.abspath(text)  # noqa: PTH100 - `..` is resolved
+        path = _root(text)
         is_pattern = glob.has_magic(path) and not os.path.lexists(path)
         is_file = not is_pattern and _is_file(path, printable(text))
     if is_pattern:
@@ -147,6 +155,10 @@ def _open(text: str, settings: dict[str, Any]) -> Source:
     if kind is None:
         raise DataError(f"{printable(text)} is neither a tar nor a parquet file; a source is {KINDS}")
     return kind(name=name, root=path, is_file=True, **settings)
+
+
+def _root(text: str) -> str:
+    return text.rstrip("/") if is_url(text) else os.path.abspath(text)  # noqa: PTH100 - `..` is resolved
 
 
 def _is_file(path: str, shown_path: str) -> bool:

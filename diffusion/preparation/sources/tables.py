@@ -109,8 +109,7 @@ class TableSource(Source):
         if size > self.row_limit():
             return Rejected(key, Reason.TOO_LARGE, location, f"{size} bytes are more than limits.max_metadata_kb")
         metadata = {name: _value_of(batch.column(name)[at]) for name in columns.metadata}
-        status = metadata.get("status", "success")
-        if status not in ("success", None):
+        if (status := metadata.get("status")) not in ("success", None):
             return not_successful(key, status, metadata, location)
         caption = batch.column(columns.caption)[at]
         if _bytes_of(caption) > self.text_limit() * (MAX_CAPTIONS if _is_list(caption.type) else 1):

@@ -1,5 +1,6 @@
 """Prepared data that grows: what is there stays to the byte, what is new comes behind it."""
 
+import json
 import os
 import shutil
 
@@ -55,6 +56,37 @@ def test_what_a_source_gained_is_added_behind(tmp_path):
     assert len(alone.generations) == 1
     assert prepare([source], out, **OPTIONS) == second
     assert tree(out) == now
+
+
+def test_keys_of_where_keep_their_types(tmp_path):
+    """A growth in which no image has the key, and one in which a text stands where there were numbers."""
+    source = tmp_path / "set"
+
+    def upload(number, **metadata):
+        write_folder(source, 4, start=number)
+        for i in range(number, number + 4):
+            (source / f"{i:04d}.json").write_text(json.dumps(metadata))
+
+    kept = []
+    for number, metadata in ((0, {"rating": 5}), (10, {}), (20, {"rating": "unrated"}), (30, {"rating": 2})):
+        upload(number, **metadata)
+        kept.append(prepare([source], tmp_path / "out", edges=[16], where="coalesce(rating, 4) > 3").kept)
+    assert kept == [4, 8, 12, 12]
+
+
+def test_a_single_tar_of_which_an_image_was_taken_down(tmp_path):
+    members = [one for i in range(4) for one in sample(f"{i}", noise(40, 35, i), b"x")]
+    tar, out = write_tar(tmp_path / "one.tar", members), tmp_path / "out"
+    assert prepare([tar], out, edges=[16]).kept == 4
+    take_down(str(out), {"one.tar/2"}, erase=True)
+    before = tree(out)
+    manifest = prepare([tar], out, edges=[16])
+    assert len(manifest.generations) == 1
+    assert tree(out) == before
+    removed = tmp_path / "removed.txt"
+    removed.write_text("one.tar/1\n")
+    for _ in range(2):
+        assert prepare([tar], tmp_path / "other", edges=[16], removed=removed).kept == 3
 
 
 def test_a_source_more(tmp_path):

@@ -117,6 +117,48 @@ def test_what_is_gone_or_has_changed_does_not_matter(tmp_path, caplog):
     assert dead_letters(out) == []
 
 
+@pytest.mark.parametrize("kind", ["images", "tars"])
+def test_uploads_may_be_deleted_after_their_growth(tmp_path, kind):
+    source, out = tmp_path / "set", tmp_path / "out"
+
+    def upload(number):
+        if kind == "images":
+            write_folder(source, 3, start=number * 10)
+        else:
+            write_tar(source / f"{number}.tar", sample("a", noise(40, 35, number), b"x"))
+
+    source.mkdir()
+    upload(0)
+    ingestion_of(source, out).grow()
+    for path in source.iterdir():
+        path.unlink()
+    ingestion, queue = ingestion_of(source, out), Deliveries()
+    ingestion.complete()
+    ingestion._queue = queue  # pyright: ignore[reportAttributeAccessIssue]
+    name = "0000.png" if kind == "images" else "0.tar"
+    ingestion.grow([message("earlier", str(source / name))])
+    assert (queue.deleted, dead_letters(out)) == (["earlier"], [])
+    kept = PreparedManifest.read(str(out)).kept
+    upload(1)
+    ingestion.grow()
+    assert PreparedManifest.read(str(out)).kept == 2 * kept
+
+
+def test_a_data_set_begins_when_a_bucket_has_enough_images(tmp_path):
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 3)
+    ingestion = ingestion_of(source, out)
+    buckets = ingestion._config.buckets
+    buckets.edges, buckets.sizes, buckets.min_samples = None, ["32x32"], 4
+    ingestion._config.validation_fraction = 0.0
+    ingestion.grow()
+    assert not (out / "manifest.json").exists()
+    ingestion.complete()
+    write_folder(source, 3, start=10)
+    ingestion.grow()
+    assert PreparedManifest.read(str(out)).kept == 6
+
+
 def test_a_data_set_begins_with_the_first_image_that_is_kept(tmp_path):
     source, out = tmp_path / "set", tmp_path / "out"
     source.mkdir()

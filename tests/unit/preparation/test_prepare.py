@@ -25,6 +25,7 @@ from diffusion.preparation.config import BucketsConfig, DuplicatesConfig, Filter
 from diffusion.preparation.engine import run
 from diffusion.preparation.prepare import STAGES, _settings, explain_selection
 from diffusion.preparation.prepare import prepare as prepare_from_config
+from diffusion.preparation.records import NothingKeptError
 from diffusion.preparation.write import COLUMNS
 from tests.tools.image_files import encode, noise, sample, tree, write_folder, write_tar
 from tests.tools.preparing import prepare, read_samples
@@ -339,8 +340,9 @@ def test_a_mistake_in_a_condition_removes_nothing(tmp_path):
     write_folder(tmp_path / "set", 4)
     prepare([tmp_path / "set"], tmp_path / "out", edges=[16])
     before = tree(tmp_path / "out")
-    with pytest.raises(ConfigurationError, match="widht"):
-        prepare([tmp_path / "set"], tmp_path / "out", edges=[16], where="widht > 5", overwrite=True)
+    for where, error in (("widht > 5", ConfigurationError), ("sharpness > 1e9", NothingKeptError)):
+        with pytest.raises(error):
+            prepare([tmp_path / "set"], tmp_path / "out", edges=[16], where=where, overwrite=True)
     assert tree(tmp_path / "out") == before
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from diffusion.config.loading import from_dict
-from diffusion.errors import DataError
+from diffusion.errors import ConfigurationError, DataError
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.preview import preview
 from tests.tools.image_files import noise, tree, write_folder
@@ -41,9 +41,11 @@ def test_images_are_spread_over_the_partitions(tmp_path):
 
 def test_few_images_do_not_make_a_bucket_too_small(tmp_path):
     write_folder(tmp_path / "a", 6)
-    buckets = {"sizes": ["32x32"], "min_samples": 100}
+    buckets = {"sizes": ["32x32"], "min_samples": 100, "reject_small": True}
     selection = preview(config(tmp_path, "a", buckets=buckets), 5)
     assert selection.sources["a"] == {"": 5}, "three of the first partition, two of the second"
+    with pytest.raises(ConfigurationError, match="min_samples"):
+        preview(config(tmp_path, "a", buckets={"edges": [16], "min_samples": 100}), 5)
 
 
 def test_without_any_image(tmp_path):

@@ -156,8 +156,9 @@ def test_misspelt_columns_come_with_similar_names(tmp_path):
 
 def test_values_that_where_cannot_convert_are_a_configuration_error(tmp_path):
     write_part(tmp_path, 0, [image(0, metadata={"n": "1"}), image(1, metadata={"n": "x"})])
-    with pytest.raises(ConfigurationError, match="where"):
-        select(str(tmp_path), configuration(where="n::integer > 0"), ONE)
+    for stage in (select, explain):
+        with pytest.raises(ConfigurationError, match="where"):
+            stage(str(tmp_path), configuration(where="n::integer > 0"), ONE)
 
 
 def copies(first: int, of: dict[str, Any], **given: Any) -> dict[str, Any]:

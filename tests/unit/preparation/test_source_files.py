@@ -218,7 +218,7 @@ class TestFolder:
         folder.mkdir(parents=True)
         for stem, caption, values in (
             ("0", "one", {**SCORES, "status": "success", "caption": "one"}),
-            ("1", None, {"caption": "from json", "status": "success"}),
+            ("1", None, {"caption": "from json", "status": None}),
             ("2", "three", {"captions": ["three", "four"]}),
             ("3", "gone", {"status": "failed_to_download", "error_message": "404"}),
         ):
@@ -911,6 +911,8 @@ class TestOpening:
         assert [reasons(scan(source)) for source in sources] == [[["one"]], [["two"]]]
         with pytest.raises(DataError, match="captions"):
             open_sources([{"path": str(one), "captions": "TEXT"}])
+        with pytest.raises(DataError, match="2026 is no path"):
+            open_sources([2026])
 
     @pytest.mark.timeout(300)
     def test_a_pipe_is_no_source(self, tmp_path):

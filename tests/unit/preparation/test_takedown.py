@@ -300,8 +300,9 @@ def test_encoded_data(tmp_path):
 @pytest.mark.parametrize("key", ["a ", "a\nb", "a\r", "a\rb", '"a"', '"a', "a\u2028b", "a\x85"])
 def test_keys_are_read_as_they_are(tmp_path, key):
     line = json.dumps(key) if key.startswith('"') or "\n" in key or key.endswith("\r") else key
-    (tmp_path / "keys.txt").write_text(f"{line}\r\n\nanother\n", newline="")
-    assert read_keys(tmp_path / "keys.txt") == {key, "another"}
+    for encoding in ("utf-8", "utf-8-sig"):
+        (tmp_path / "keys.txt").write_text(f"{line}\r\n\nanother\n", encoding, newline="")
+        assert read_keys(tmp_path / "keys.txt") == {key, "another"}
 
 
 def test_hashes_of_removed_keys_are_added(tmp_path):
