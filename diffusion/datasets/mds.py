@@ -13,10 +13,8 @@ import itertools
 import json
 import os
 import struct
-import tempfile
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -500,35 +498,6 @@ def check_shard(folder: Path, entry: Mapping[str, Any]) -> None:
         raise DataError(f"{file} cannot be read ({error.strerror}); copy or write the folder anew") from error
     if found != expected:
         raise DataError(f"{file} is damaged: its {kind} is not that of the index; copy or write the folder anew")
-
-
-@contextmanager
-def open_shard(folder: Path, entry: Mapping[str, Any]) -> Iterator[Any]:
-    """Open one shard; a compressed one is unpacked to a temporary folder.
-
-    Args:
-        folder: the MDS folder.
-        entry: the shard's entry in the index.
-
-    Yields:
-        Streaming's reader: `reader[i]` gives the columns of sample i.
-
-    Raises:
-        DataError: the shard is missing.
-    """
-    from streaming.base.compression import decompress
-    from streaming.base.format import reader_from_json
-
-    stored = stored_file(entry)
-    if not (folder / stored["basename"]).is_file():
-        raise DataError(f"{folder / stored['basename']} is missing; fetch or write the folder anew")
-    if entry["zip_data"] is None:
-        yield reader_from_json(str(folder), None, dict(entry))
-        return
-    with tempfile.TemporaryDirectory() as unpacked:
-        content = decompress(entry["compression"], (folder / stored["basename"]).read_bytes())
-        Path(unpacked, entry["raw_data"]["basename"]).write_bytes(content)
-        yield reader_from_json(unpacked, None, {**entry, "compression": None, "zip_data": None})
 
 
 def read_shards(folder: Path | str) -> list[dict[str, Any]]:

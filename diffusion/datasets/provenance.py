@@ -12,7 +12,7 @@ from tqdm import tqdm
 from diffusion.config.schema import Config
 from diffusion.datasets.bad_images import BadImage
 from diffusion.datasets.loader import order_settings
-from diffusion.datasets.mds import INDEX, open_shard, read_shards
+from diffusion.datasets.mds import INDEX, Layout, SampleDecoder, format_of, read_shard, read_shards
 from diffusion.datasets.sample_order import GlobalOrder, stream_shapes
 from diffusion.datasets.streams import StreamLocation, Substitutes, find_substitutes, locate_streams
 from diffusion.errors import DataError
@@ -141,19 +141,18 @@ def exposures(config: Config, folders: list[Path], counts: list[NDArray[np.int32
             for entry in read_shards(folder):
                 seen = np.flatnonzero(count[first : first + entry["samples"]])
                 if len(seen):
-                    with open_shard(folder, entry) as reader:
-                        for number in seen.tolist():
-                            index, columns = first + number, reader[number]
-                            if "key" not in columns:
-                                raise DataError(
-                                    f"stream '{stream.name}' has no keys: name its prepared data with --data"
-                                )
-                            yield Exposure(
-                                stream=stream.name,
-                                index=index,
-                                times=int(count[index]),
-                                key=columns["key"],
-                                metadata=columns.get("metadata") or {},
-                            )
+                    if "key" not in entry["column_names"]:
+                        raise DataError(f"stream '{stream.name}' has no keys: name its prepared data with --data")
+                    samples = read_shard(folder, entry)
+                    decode = SampleDecoder(Layout.of(format_of(entry).columns), ("key", "metadata"))
+                    for number in seen.tolist():
+                        index, columns = first + number, decode(samples[number])
+                        yield Exposure(
+                            stream=stream.name,
+                            index=index,
+                            times=int(count[index]),
+                            key=columns["key"],
+                            metadata=columns.get("metadata") or {},
+                        )
                 first += entry["samples"]
                 bar.update(entry["samples"])

@@ -245,7 +245,12 @@ class Substitutes:
 
 
 def find_substitutes(location: StreamLocation, num_samples: int) -> Substitutes:
-    """Find the marks beside a data set; a DataError if they cannot be read, or are not those of this stream."""
+    """Find the substitutes of a stream by the marks beside it; a DataError if they are not those of this stream."""
+    return Substitutes(num_samples, find_marked(location), location.name)
+
+
+def find_marked(location: StreamLocation) -> list[int]:
+    """Find the samples that are marked beside a data set; a DataError if the marks cannot be read."""
     absent: list[int] = []
     for name in MARKS:
         for stream, marks in _find_above(location.source, name, location.access, location.files):
@@ -253,4 +258,4 @@ def find_substitutes(location: StreamLocation, num_samples: int) -> Substitutes:
             if not isinstance(indices, list) or not all(type(index) is int for index in indices):
                 raise DataError(f"{name} beside {location.source} is damaged: for '{stream}' it has no list of numbers")
             absent += indices
-    return Substitutes(num_samples, absent, location.name)
+    return absent

@@ -3,10 +3,10 @@
 import hashlib
 import heapq
 import itertools
+import re
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,14 @@ from typing import Any
 from PIL import Image, ImageOps
 
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
-from diffusion.datasets.mds import INDEX, Layout, ShardFiles, open_shard, read_shards
+from diffusion.datasets.mds import INDEX, Layout, SampleDecoder, ShardFiles, read_shard, read_shards, stored_file
+from diffusion.datasets.streams import StreamLocation, find_marked
 from diffusion.errors import ConfigurationError, DataError, error_context
 from diffusion.evaluation.config import ReferenceConfig
 from diffusion.evaluation.protocol import text_hash
 from diffusion.files import hash_file
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
-
-_OPEN_SHARDS = 8
 
 
 @dataclass(frozen=True)
@@ -84,78 +83,100 @@ def list_images(folder: Path) -> list[Path]:
 
 
 class PreparedSamples:
-    """Samples of the MDS folders of a prepared data set, by number. Not thread-safe.
+    """Samples of the MDS folders of a prepared data set that may be used, by number. Not thread-safe.
 
     Args:
         root: the data set, or a split or bucket of it.
 
     Raises:
-        DataError: an index is damaged.
+        DataError: an index or the marks of removed samples are damaged.
     """
 
     def __init__(self, root: Path) -> None:
-        self.entries = [
-            (index.parent, entry, str(index.parent.relative_to(root)))
-            for index in sorted(root.rglob(INDEX))
-            for entry in read_shards(index.parent)
-        ]
-        self._ends = list(itertools.accumulate(entry["samples"] for _, entry, _ in self.entries))
-        self._readers: OrderedDict[int, tuple[ExitStack, Any]] = OrderedDict()
+        self._shards: list[tuple[Path, dict[str, Any], str]] = []
+        removed: list[int] = []
+        num = 0
+        for folder in (index.parent for index in sorted(root.rglob(INDEX))):
+            location = StreamLocation(name=folder.name, remote=None, local=str(folder))
+            removed += sorted(num + index for index in set(find_marked(location)))
+            for entry in read_shards(folder):
+                self._shards.append((folder, entry, str(folder.relative_to(root))))
+                num += entry["samples"]
+        self._ends = list(itertools.accumulate(entry["samples"] for _, entry, _ in self._shards))
+        self._removed = removed
+        self._used_before = [index - i for i, index in enumerate(removed)]
+        """Number of samples that may be used before each removed one."""
+
         self._files = ShardFiles()
+        self._unpacked: tuple[int, list[bytes]] = (-1, [])
+        """Number and samples of the compressed shard that was read last."""
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return (self._ends[-1] if self._ends else 0) - len(self._removed)
 
-    def sample(self, index: int) -> dict[str, Any]:
-        """Columns of a sample."""
-        shard, inside = self._locate(index)
-        return self._reader(shard)[inside]
+    def sample(self, number: int) -> dict[str, Any]:
+        """Image, captions and key of a sample, as far as the data set has them.
 
-    def captions(self, index: int) -> list[str] | None:
+        Raises:
+            DataError: the shard is missing or damaged.
+        """
+        shard, inside = self._locate(number)
+        folder, entry, _ = self._shards[shard]
+        decode = SampleDecoder(_layout(entry), ("image", "captions", "key"))
+        with _explained(folder / stored_file(entry)["basename"]) as path:
+            if entry["zip_data"] is None:
+                return decode(self._files.read(str(path), inside))
+            if self._unpacked[0] != shard:
+                self._unpacked = (shard, read_shard(folder, entry))
+            return decode(self._unpacked[1][inside])
+
+    def captions(self, number: int) -> list[str] | None:
         """Captions of a sample, read without its image; None where the data set has none.
 
         Raises:
             DataError: the shard is missing or damaged.
         """
-        shard, inside = self._locate(index)
-        folder, entry, _ = self.entries[shard]
+        shard, inside = self._locate(number)
+        folder, entry, _ = self._shards[shard]
         if "captions" not in entry["column_names"]:
             return None
         if entry["zip_data"] is not None:
-            return self._reader(shard)[inside]["captions"]
-        path = folder / entry["raw_data"]["basename"]
-        names, encodings, sizes = (tuple(entry[f"column_{what}"]) for what in ("names", "encodings", "sizes"))
-        try:
-            return self._files.read_column(str(path), inside, Layout(names, encodings, sizes, None), "captions")
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path} cannot be read ({error}); fetch or write the folder anew") from error
+            return self.sample(number)["captions"]
+        with _explained(folder / entry["raw_data"]["basename"]) as path:
+            return self._files.read_column(str(path), inside, _layout(entry), "captions")
 
     def names(self) -> Iterator[str]:
-        """Iterate over the names of the samples: folder, shard and number."""
-        for _, entry, name in self.entries:
+        """Iterate over the names of the samples: folder, shard and number. A takedown does not change the others."""
+        removed = {*self._removed}
+        for (_, entry, name), end in zip(self._shards, self._ends, strict=True):
+            shard = re.sub(r"\.r\d+(?=\.mds$)", "", entry["raw_data"]["basename"])
             for i in range(entry["samples"]):
-                yield f"{name}/{entry['raw_data']['basename']}/{i}"
+                if end - entry["samples"] + i not in removed:
+                    yield f"{name}/{shard}/{i}"
 
     def identity(self) -> str:
-        """Hash of the sizes and hashes of the shards in the indices."""
-        shards = [(name, entry["raw_data"], entry["samples"]) for _, entry, name in self.entries]
-        return text_hash(repr(shards))
+        """Hash of the sizes and hashes of the shards in the indices, and of what was removed."""
+        shards: list[Any] = [(name, entry["raw_data"], entry["samples"]) for _, entry, name in self._shards]
+        return text_hash(repr(shards + self._removed))
 
-    def _locate(self, index: int) -> tuple[int, int]:
+    def _locate(self, number: int) -> tuple[int, int]:
         """Shard of a sample, and its number in the shard."""
+        index = number + bisect_right(self._used_before, number)
         shard = bisect_right(self._ends, index)
         return shard, index - (self._ends[shard - 1] if shard else 0)
 
-    def _reader(self, shard: int) -> Any:
-        if shard in self._readers:
-            self._readers.move_to_end(shard)
-            return self._readers[shard][1]
-        if len(self._readers) == _OPEN_SHARDS:
-            self._readers.popitem(last=False)[1][0].close()
-        folder, entry, _ = self.entries[shard]
-        stack = ExitStack()
-        self._readers[shard] = (stack, stack.enter_context(open_shard(folder, entry)))
-        return self._readers[shard][1]
+
+def _layout(entry: dict[str, Any]) -> Layout:
+    names, encodings, sizes = (tuple(entry[f"column_{what}"]) for what in ("names", "encodings", "sizes"))
+    return Layout(names, encodings, sizes, None)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[Path]:
+    try:
+        yield path
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error}); fetch or write the folder anew") from error
 
 
 def open_reference(config: ReferenceConfig) -> tuple[Images, str]:

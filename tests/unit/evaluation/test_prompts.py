@@ -13,6 +13,9 @@ from diffusion.evaluation.config import ReferenceConfig
 from diffusion.evaluation.images import PreparedSamples, open_reference, smallest_hashes
 from diffusion.evaluation.preference.images import collect
 from diffusion.evaluation.prompts import LISTING, OLD_LISTING, Prompt, read_listing, read_prompts, write_listing
+from diffusion.preparation.takedown import take_down
+from tests.tools.image_files import write_folder
+from tests.tools.preparing import prepare
 
 
 def folder_of_images(root, num: int):
@@ -105,6 +108,49 @@ def test_captions_and_images_of_a_prepared_data_set(shapes):
     assert len(images) == 7
     other = open_reference(ReferenceConfig(path=str(shapes / "prepared" / "train"), num=7, size=32))[1]
     assert identity != other
+
+
+@pytest.mark.parametrize("compression", [None, "zstd:3"])
+def test_removed_images_are_neither_reference_nor_prompts(tmp_path, compression):
+    write_folder(tmp_path / "set", 20)
+    out = tmp_path / "out"
+    prepare([tmp_path / "set"], out, edges=[16], shard_bytes=8000, compression=compression)
+    whole = read_prompts(out / "train")
+    config = ReferenceConfig(path=str(out / "train"))
+    images, identity = open_reference(config)
+    before = [images[i].tobytes() for i in range(len(images))]
+    chosen = [prompt.text for prompt in read_prompts(out / "train", num=6)]
+    gone = next(i for i, prompt in enumerate(whole) if prompt.text not in chosen)
+    key = PreparedSamples(out / "train").sample(gone)["key"]
+    for erase in (False, True):
+        take_down(str(out), {key}, erase=erase)
+        assert read_prompts(out / "train") == whole[:gone] + whole[gone + 1 :]
+        assert [prompt.text for prompt in read_prompts(out / "train", num=6)] == chosen
+        images, now = open_reference(config)
+        assert [images[i].tobytes() for i in range(len(images))] == before[:gone] + before[gone + 1 :]
+        assert now != identity
+
+
+class Run:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_no_code_of_a_data_set_is_run(tmp_path):
+    for name, columns in (("extra", {"captions": "json", "code": "pkl"}), ("captions", {"captions": "pkl"})):
+        with MDSWriter(out=str(tmp_path / name), columns=columns) as writer:
+            writer.write(
+                {"captions": ["one"] if name == "extra" else Run(tmp_path / "run"), "code": Run(tmp_path / "run")}
+            )
+    assert PreparedSamples(tmp_path / "extra").sample(0) == {"captions": ["one"]}
+    with pytest.raises(DataError, match="pkl"):
+        read_prompts(tmp_path / "captions")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_choice_is_a_function_of_the_names():
