@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from diffusion.config.secrets import redact
 from diffusion.config.training import Plugin, PluginsConfig
 from diffusion.errors import ConfigurationError, raise_all, similar_names
 
@@ -82,7 +83,7 @@ def import_plugin(plugin: Plugin, key: str) -> Callable[..., Any]:
         signature.bind(**plugin.arguments)
     except TypeError as error:
         raise ConfigurationError(
-            f"{key}.arguments={plugin.arguments}: {error}. {plugin.path} takes {signature}: give these"
+            f"{key}.arguments={redact(plugin.arguments)}: {error}. {plugin.path} takes {signature}: give these"
         ) from error
     return factory
 

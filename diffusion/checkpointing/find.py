@@ -119,13 +119,14 @@ def resolve_checkpoint(location: str) -> Path:
     if is_url(location):
         return _download(location.rstrip("/"))
     path = Path(location).expanduser()
-    if elsewhere := checkpoint_folder(path):
-        return resolve_checkpoint(elsewhere)
+    elsewhere = checkpoint_folder(path)
+    if elsewhere and is_url(elsewhere):
+        return _download(elsewhere.rstrip("/"))
     if path.is_file() or (path / INDEX).is_file():
         if damage := find_damage(path):
             raise ConfigurationError(f"checkpoint {path} is not whole ({damage}): choose another one")
         return path
-    for folder in (path, path / "checkpoints"):
+    for folder in (Path(elsewhere).expanduser(),) if elsewhere else (path, path / "checkpoints"):
         if found := newest_that_passes(list_checkpoints(folder), check_whole):
             return found
     problem = "holds no complete checkpoint" if path.exists() else "does not exist"

@@ -9,7 +9,6 @@ import logging
 import math
 import re
 import shutil
-import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -37,8 +36,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def is_half_written(path: Path) -> bool:
-    """Whether the writing of a checkpoint was interrupted."""
-    return not (path / INDEX).is_file() if path.is_dir() else not zipfile.is_zipfile(path)
+    """Whether the writing of a checkpoint was interrupted. One that is a file gets its name when it is whole."""
+    return path.is_dir() and not (path / INDEX).is_file()
 
 
 # Removal

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from diffusion import storage
 from diffusion.checkpointing.layout import CHECKSUMS, INDEX, batch_of
+from diffusion.errors import DataError
 from diffusion.files import PARTIAL
 from diffusion.storage import FIRST_CONTACT, Access, StoredFile
 
@@ -90,8 +91,15 @@ class RemoteCheckpoints:
         storage.delete([probe], self._access)
 
     def files(self) -> dict[str, StoredFile]:
-        """List all files by their names below the URI: those of checkpoints, and averages of weights."""
-        return storage.list_files(self.uri, self._access)
+        """List all files by their names below the URI: those of checkpoints, and averages of weights.
+
+        Raises:
+            DataError: a name leads out of the folder of its download.
+        """
+        files = storage.list_files(self.uri, self._access)
+        if unsafe := next((name for name in files if ".." in name.split("/")), None):
+            raise DataError(f"{storage.shown(self.uri)} holds {unsafe!a}, which leads out of its folder")
+        return files
 
     def present(self) -> list[RemoteCheckpoint]:
         """List all checkpoints, complete or not, oldest first."""

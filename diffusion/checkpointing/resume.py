@@ -4,7 +4,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,9 +109,10 @@ def _find_local(config: Config, folder: Path) -> Path | None:
         remove_half_written(folder)
     except OSError as error:
         raise MachineError(f"{error.filename} cannot be removed: {error.strerror}. Remove it") from error
-    if not config.trainer.autoresume:
-        return None
     present = list_checkpoints(folder)
+    if not config.trainer.autoresume:
+        _check_none(folder, present)
+        return None
     newest = newest_that_passes(present, check_checkpoint)
     if newest is not None:
         _check_resumable(config, newest, str(newest))
@@ -128,6 +129,15 @@ def _check_resumable(config: Config, checkpoint: Path, name: str) -> None:
             f"{'fsdp' if checkpoint.is_dir() else 'ddp'}: set it back, or choose another run_name"
         )
     check_changes(config, checkpoint, name)
+
+
+def _check_none(location: Path | str, present: Sequence[object]) -> None:
+    """Check that a run that does not resume has no checkpoints, whose numbers would be those of its own."""
+    if present:
+        raise ConfigurationError(
+            f"trainer.autoresume=false, but {location} has checkpoints (the newest is {present[-1]}): choose another "
+            "run_name, or remove them"
+        )
 
 
 def _none_is_whole(location: Path | str) -> DataError:
@@ -167,6 +177,7 @@ def _find_remote(config: Config, storage: CheckpointStorage, remote: RemoteCheck
 def _download_newest(config: Config, storage: CheckpointStorage, remote: RemoteCheckpoints) -> RemoteCheckpoint | None:
     remote.remove_half_written()
     if not config.trainer.autoresume:
+        _check_none(remote.uri, remote.present())
         return None
     shutil.rmtree(storage.downloads, ignore_errors=True)
 

@@ -285,7 +285,9 @@ def _read_file(path: Path, named_in: str = "") -> _Source:
 
 def _read_override(override: str) -> list[_Source]:
     """Parse `key.sub=value`, whose value is YAML. A number in the key addresses an element of a list."""
-    where = f"'{override}' ({COMMAND_LINE})"
+    from diffusion.config.secrets import redact_arguments  # It imports this module.
+
+    where = f"'{redact_arguments([override])[0]}' ({COMMAND_LINE})"
     key, equals, text = override.partition("=")
     names = re.sub(r"\[(\d+)\]", r".\1", key.strip()).split(".")
     if not equals or not all(names):

@@ -301,8 +301,12 @@ def read_pipeline_network(folder: Path, network: Network) -> dict[str, Tensor]:
     files = [file for file in sorted(part.glob(f"{_WEIGHTS}*.safetensors")) if file.name.count(".") == 1]
     if not files or not config.is_file():
         raise ConfigurationError(f"{part} holds no config.json and {_WEIGHTS}.safetensors: give a pipeline's folder")
-    with torch.device("meta"):
-        there: Any = type(network)(**{k: v for k, v in read_json(config).items() if not k.startswith("_")})
+    values = {k: v for k, v in read_json(config).items() if not k.startswith("_")}
+    try:
+        with torch.device("meta"):
+            there: Any = type(network)(**values)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{config} is not that of a {type(network).__name__}: {error}") from error
     _check_config(there, network, str(config), "model.network")
     return {f"{component}.{name}": tensor for file in files for name, tensor in read_safetensors(file).items()}
 

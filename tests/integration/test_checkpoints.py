@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.find import (
@@ -20,9 +20,12 @@ from diffusion.checkpointing.find import (
     newest_that_passes,
     resolve_checkpoint,
 )
-from diffusion.checkpointing.layout import CHECKSUMS, batch_of, list_checkpoints
+from diffusion.checkpointing.layout import CHECKSUMS, batch_of, list_checkpoints, remove_half_written
 from diffusion.checkpointing.read import UnsafeCheckpointError, read_checksums, read_index, read_weights
+from diffusion.checkpointing.resume import checkpoint_storage, find_resumption
+from diffusion.config.loading import load
 from diffusion.config.model import Weights
+from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.loading import load_model
 from tests.tools.malicious_checkpoints import ATTACKS, evil_entry, evil_optimizer_entry, evil_tensor
@@ -191,6 +194,22 @@ def test_the_newest_complete_checkpoint_is_taken(trained, tmp_path):
     (checkpoints / "ep0-ba11").mkdir()
     (checkpoints / "ep0-ba12.pt").write_bytes(b"PK\x03\x04 half of an archive")
     assert resolve_checkpoint(str(tmp_path)).name == "ep0-ba10"
+    remove_half_written(checkpoints)
+    names = {path.name for path in checkpoints.iterdir()}
+    assert names == {"ep0-ba2", "ep0-ba9", "ep0-ba10", "ep0-ba12.pt"}, "a damaged file may be the only one"
+    for folder, run in ((checkpoints, tmp_path), (tmp_path, tmp_path)):
+        (tmp_path / "config.yaml").write_text(f"trainer: {{checkpoint_folder: {folder}}}")
+        if folder == checkpoints:
+            assert resolve_checkpoint(str(run)).name == "ep0-ba10"
+        else:
+            with pytest.raises(ConfigurationError, match="no complete checkpoint"):
+                resolve_checkpoint(str(run))
+
+
+def test_a_run_that_does_not_resume_begins_beside_no_other(trained):
+    config = load(Config, "tests/tools/toy.yaml", [f"output_folder={trained['ddp']}", "trainer.autoresume=false"])
+    with pytest.raises(ConfigurationError, match=r"autoresume=false.*ep0-ba"):
+        find_resumption(config, checkpoint_storage(config, trained["ddp"]))
 
 
 # Checkpoints that try to run code
@@ -221,7 +240,7 @@ def read_carelessly(checkpoint: Path) -> None:
         names = [
             name for name, entry in reader.read_metadata().state_dict_metadata.items() if not hasattr(entry, "size")
         ]
-        load(dict.fromkeys(names), storage_reader=reader, planner=DefaultLoadPlanner(False, False), no_dist=True)
+        load_state(dict.fromkeys(names), storage_reader=reader, planner=DefaultLoadPlanner(False, False), no_dist=True)
 
 
 @pytest.mark.parametrize(("form", "attack"), ATTACKS)

@@ -74,7 +74,7 @@ def test_a_missing_import_within_the_users_module_is_not_taken_for_a_wrong_path(
 def test_all_paths_and_arguments_are_checked_without_building():
     plugins = PluginsConfig(
         callbacks=[Plugin(path=f"{HERE}.Faulty"), Plugin(path="nope.B"), Plugin(path="Name"), Plugin(path=".a.B")],
-        loggers=[Plugin(path=f"{HERE}.five", arguments={"absent": 1})],
+        loggers=[Plugin(path=f"{HERE}.five", arguments={"absent": 1, "api_key": "abc"})],
         algorithms=[Plugin(path=f"{HERE}.own"), Plugin(path=f"{HERE}.NUMBER"), Plugin(path=f"{HERE}.absent.Name")],
         train_dataset=Plugin(path="tests.tools.toys.ToyLatent"),
     )
@@ -88,7 +88,7 @@ def test_all_paths_and_arguments_are_checked_without_building():
             "plugins.callbacks.1.path=nope.B: No module named 'nope'. Give package.module.Name, as it is imported in ",
             "plugins.callbacks.2.path=Name is not an import path: give package.module.Name",
             "plugins.callbacks.3.path=.a.B is not an import path: give package.module.Name",
-            "plugins.loggers.0.arguments={'absent': 1}: got an unexpected keyword argument 'absent'. "
+            "plugins.loggers.0.arguments={'absent': 1, 'api_key': '***'}: got an unexpected keyword argument 'absent'. "
             f"{HERE}.five takes () -> int: give these",
             f"plugins.algorithms.0.path={HERE}.own: {HERE} has no own: did you mean Own?",
             f"plugins.algorithms.1.path={HERE}.NUMBER cannot be called: give a class or a function",

@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from diffusion import storage
 from diffusion.checkpointing.layout import superseded
+from diffusion.checkpointing.remote import RemoteCheckpoints
+from diffusion.errors import DataError
 
 
 def numbered(*steps: int) -> list[Path]:
@@ -42,3 +45,12 @@ def test_damaged_ones_do_not_count_and_the_only_good_one_stays():
     found = superseded(numbered(2, 4, 6, 8), newest=1, every=None, is_whole=lambda path: path not in damaged)
     assert found == numbered(2)
     assert superseded(numbered(2, 4, 6, 8), newest=1, every=None, is_whole=lambda path: False) == []
+
+
+def test_a_name_in_a_store_that_leads_out_of_the_folder_is_rejected(monkeypatch):
+    files = {
+        "ep0-ba4/../../../evil": storage.StoredFile(uri="s3://bucket/run/ep0-ba4/../../../evil", size=1, version="1")
+    }
+    monkeypatch.setattr(storage, "list_files", lambda *_: files)
+    with pytest.raises(DataError, match="evil"):
+        RemoteCheckpoints("s3://bucket/run", timeout=1.0).present()

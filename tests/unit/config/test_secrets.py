@@ -2,9 +2,11 @@
 
 import pytest
 
+from diffusion.config.loading import load
 from diffusion.config.schema import Config
 from diffusion.config.secrets import is_secret_name, redact, redact_arguments, to_public_yaml
 from diffusion.config.training import Plugin
+from diffusion.errors import ConfigurationError
 
 
 @pytest.mark.parametrize("name", ["api_key", "apiKey", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "password", "x-api-key"])
@@ -67,3 +69,10 @@ def test_a_configuration_is_written_without_its_secrets() -> None:
     assert "api_key: '***'" in text
     assert "size: 3" in text
     assert config.plugins.callbacks[0].arguments["api_key"] == "planted"
+
+
+def test_a_malformed_override_is_quoted_without_its_secret():
+    for override in ("wandb.api_key=[planted", "plugins.loggers=[{path: m, arguments: {api_key: planted, n: }]"):
+        with pytest.raises(ConfigurationError) as caught:
+            load(Config, "yamls/tiny/phase1.yaml", [override])
+        assert "planted" not in str(caught.value)

@@ -154,6 +154,14 @@ def test_weights_of_another_network_with_the_same_shapes_are_rejected(tmp_path):
         read_pipeline_network(tmp_path / "folder", unet)
 
 
+def test_a_configuration_of_another_class_is_rejected(tmp_path):
+    unet = build(Architecture.tiny).unet
+    unet.save_pretrained(tmp_path / "unet")
+    (tmp_path / "unet" / "config.json").write_text('{"attention_bias_of_tomorrow": 1}')
+    with pytest.raises(ConfigurationError, match="attention_bias_of_tomorrow"):
+        read_pipeline_network(tmp_path, unet)
+
+
 def test_missing_or_damaged_files_are_named(tmp_path):
     unet = build(Architecture.tiny).unet
     with pytest.raises(ConfigurationError, match=r"unet .*config\.json"):
