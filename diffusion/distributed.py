@@ -31,8 +31,8 @@ INTERRUPTED_EXIT_CODE = 130
 LONG_TIMEOUT = datetime.timedelta(hours=2)
 """How long ranks wait for a step that reads or writes whole checkpoints."""
 
-_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-"""Of a container: microseconds of CPU in each period, or "max"; and the period."""
+CGROUP = Path("/sys/fs/cgroup")
+"""Limits of a container (cgroup v2)."""
 
 
 def rank() -> int:
@@ -59,7 +59,7 @@ def num_cores() -> int:
     """Cores that this process may use, by its affinity and its container's quota (cgroup v2)."""
     cores = len(os.sched_getaffinity(0))
     try:
-        quota, period = _CPU_QUOTA.read_text().split()
+        quota, period = (CGROUP / "cpu.max").read_text().split()  # Microseconds, the quota perhaps "max".
     except FileNotFoundError:
         return cores
     return cores if quota == "max" else min(cores, math.ceil(int(quota) / int(period)))

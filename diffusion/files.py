@@ -11,7 +11,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,29 @@ def read_json(path: Path) -> Any:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged, it is not JSON: {error}") from error
+
+
+def append_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Append rows to a file of JSON lines; a last line that a kill has cut off is ended first."""
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
+    """Rows of a file of JSON lines, one at a time; None for a damaged line. No file has no rows."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:  # Also of bytes that are not UTF-8.
+                row = None
+            yield row if isinstance(row, dict) else None
 
 
 def new_hash(kind: str) -> Any:

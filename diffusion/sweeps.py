@@ -65,6 +65,14 @@ def read_sweep(path: Path) -> Sweep:
             f"{path} needs `parameters`, which are keys of the configuration, and a `command` that passes them on: "
             "['${env}', '${interpreter}', '${program}', yamls/phase1.yaml, '${args_no_hyphens}']"
         )
+    for name in ("metric", "parameters"):
+        if not isinstance(sweep[name], Mapping):
+            raise ConfigurationError(f"{path}: {name} must be a group of keys")
+    for key, parameter in sweep["parameters"].items():
+        if not isinstance(parameter, Mapping) or not isinstance(parameter.get("values", []), list):
+            raise ConfigurationError(f"{path}: parameters.{key} must be a group of keys, such as {{values: [1, 2]}}")
+    if (goal := sweep["metric"].get("goal", "minimize")) not in ("minimize", "maximize"):
+        raise ConfigurationError(f"{path}: metric.goal is {goal}, not minimize or maximize")
     return sweep
 
 

@@ -4,7 +4,7 @@ import argparse
 import json
 from statistics import mean
 
-from diffusion.launch import CommandParser, run_command
+from diffusion.launch import CommandParser, positive, run_command
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -12,7 +12,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
     parser.add_argument("checkpoint", help="checkpoint or run folder, with validation data in its configuration")
     parser.add_argument("--weights", choices=["raw", "ema"], default="raw")
-    parser.add_argument("--seeds", type=int, default=3, help="evaluation seeds")
+    parser.add_argument("--seeds", type=positive, default=3, help="evaluation seeds")
     return parser.parse_args()
 
 

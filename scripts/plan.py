@@ -23,7 +23,7 @@ from diffusion.config.checks import is_location
 from diffusion.config.loading import load_config
 from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError
-from diffusion.launch import CommandParser, run_command
+from diffusion.launch import CommandParser, positive, run_command
 
 if TYPE_CHECKING:
     from diffusion.planning.fleets import Budget, Fleet
@@ -43,7 +43,7 @@ def build_parser() -> CommandParser:
     parser.add_argument("--published", action="store_true", help="only list the published figures")
     parser.add_argument("--measured", type=Path, metavar="FILE", help="rows.jsonl of `python -m benchmarks` for a GPU")
     sizes = [8, 16, 32, 64, 128]
-    parser.add_argument("--gpus", type=int, nargs="+", default=sizes, help="with --measured: fleet sizes")
+    parser.add_argument("--gpus", type=positive, nargs="+", default=sizes, help="with --measured: fleet sizes")
     parser.add_argument("--price", type=float, help="with --measured: dollars per GPU-hour")
     parser.add_argument("--gpu-memory-gb", type=float, help="with --measured: memory of a GPU")
     parser.add_argument("--network-gb", type=float, default=37.4, help="with --measured: GB/s of a node's network")

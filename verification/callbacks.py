@@ -14,8 +14,8 @@ from pathlib import Path
 from composer import Callback, Event, Logger, State
 from composer.utils import dist
 
+from diffusion.files import read_json_lines
 from diffusion.models.latent_diffusion import Draws, LatentDiffusion
-from diffusion.reports.curves import read_json_lines
 
 
 class DrawTrace(Callback):

@@ -19,6 +19,7 @@ from diffusion.datasets.bad_images import FILE, OLD_FILE, BadImage, check_bad_im
 from diffusion.datasets.dataset import TextImageDataset, TrainingDataset
 from diffusion.distributed import agree, broadcast
 from diffusion.errors import PreemptedError
+from diffusion.files import append_json_lines
 
 log = logging.getLogger(__name__)
 
@@ -89,10 +90,11 @@ class LossGuard(Callback):
         """List the samples of a step with their shards: the data may be the cause."""
         dataset = getattr(state.train_dataloader, "dataset", None)
         if isinstance(dataset, TrainingDataset):
-            with (self.run / SAMPLES).open("a", encoding="utf-8") as file:
-                for stream, index, shard in dataset.samples_of_step(step):
-                    row = {"step": step, "loss": f"{loss:g}", "stream": stream, "index": index, "shard": shard}
-                    file.write(json.dumps(row) + "\n")
+            rows = [
+                {"step": step, "loss": f"{loss:g}", "stream": stream, "index": index, "shard": shard}
+                for stream, index, shard in dataset.samples_of_step(step)
+            ]
+            append_json_lines(self.run / SAMPLES, rows)
             log.warning("the loss of step %d is %g; its samples are listed in %s", step, loss, self.run / SAMPLES)
 
     def state_dict(self) -> dict[str, Any]:
@@ -157,6 +159,5 @@ class BadImageGuard(Callback):
         listed = {(image.stream, image.index) for image in read_bad_images(self.path)}
         entries = {(image.stream, image.index): image for image in images}
         if new := sorted(entries.keys() - listed):
-            with self.path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(asdict(entries[address])) + "\n" for address in new)
+            append_json_lines(self.path, [asdict(entries[address]) for address in new])
         return len(listed) + len(new)

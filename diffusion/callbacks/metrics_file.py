@@ -14,7 +14,7 @@ from composer.loggers import LoggerDestination
 from composer.utils import dist
 
 from diffusion.checkpointing.resume import PREEMPTED
-from diffusion.files import atomic_path
+from diffusion.files import append_json_lines, atomic_path
 
 TRAIN_LOSS = "loss/train/total"
 
@@ -79,8 +79,7 @@ class MetricsFile(LoggerDestination):
     def flush(self) -> None:
         """Append the row of the current step to the file."""
         if self.row:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": self._step, **self.row}) + "\n")
+            append_json_lines(self.path, [{"step": self._step, **self.row}])
             self.row = {}
 
     def fit_end(self, state: State, logger: Logger) -> None:
@@ -161,14 +160,8 @@ class StartsFile(LoggerDestination):
         self._append(row)
 
     def _append(self, row: dict[str, Any]) -> None:
-        """Append a row, on a line of its own also after a line that a kill has cut off."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab+") as file:
-            if file.tell():
-                file.seek(-1, 2)
-                if file.read(1) != b"\n":
-                    file.write(b"\n")
-            file.write(json.dumps(row).encode() + b"\n")
+        append_json_lines(self.path, [row])
 
 
 def _text(time: datetime.datetime) -> str:

@@ -5,20 +5,19 @@ decides writes a request to `rollback.json` in its folder and ends. The next sta
 request rejects, and records the rollback in `rollbacks.jsonl`.
 """
 
-import json
 import logging
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diffusion.checkpointing.layout import batch_of, list_checkpoints, remove_checkpoint
 from diffusion.config.operations import GuardConfig
 from diffusion.distributed import agree, broadcast, local_rank, rank
 from diffusion.errors import MachineError, UserError
-from diffusion.files import write_json
+from diffusion.files import append_json_lines, read_json, read_json_lines, write_json
 
 if TYPE_CHECKING:  # A supervisor reads requests without torch and Composer.
     from diffusion.checkpointing.remote import RemoteCheckpoints
@@ -106,26 +105,22 @@ def request_rollback(run: Path, rollback: Rollback) -> None:
 def read_request(run: Path) -> Rollback | None:
     """Read the rollback that the next start carries out."""
     path = run / REQUEST
-    return _from_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return _from_row(read_json(path)) if path.is_file() else None
 
 
 def read_rollbacks(run: Path) -> list[Rollback]:
     """Read all rollbacks that a run has carried out."""
-    path = run / RECORD
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return [_from_json(line) for line in lines]
+    return [_from_row(row) for row in read_json_lines(run / RECORD) if row is not None]
 
 
 def record_rollback(run: Path, rollback: Rollback) -> None:
-    """Move a request to the record, in which it is once also if an earlier start was interrupted here."""
+    """Move the request to the record; it is recorded only once, even if an earlier start was interrupted here."""
     if rollback not in read_rollbacks(run):
-        with (run / RECORD).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(rollback)) + "\n")
+        append_json_lines(run / RECORD, [asdict(rollback)])
     (run / REQUEST).unlink()
 
 
-def _from_json(text: str) -> Rollback:
-    fields = json.loads(text)
+def _from_row(fields: dict[str, Any]) -> Rollback:
     return Rollback(**{**fields, "skipped": tuple(fields["skipped"])})
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from diffusion.errors import UnfitDataError
+from diffusion.files import read_json_lines
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +42,7 @@ class BadImage:
 def read_bad_images(path: Path) -> list[BadImage]:
     """Read the list of a run; nothing where there is none. A line that a killed process left cut off is no entry."""
     path = path if path.is_file() else path.with_name(OLD_FILE)
-    if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [BadImage(**json.loads(line)) for line in lines if line.endswith("}")]
+    return [BadImage(**row) for row in read_json_lines(path) if row is not None]
 
 
 def check_bad_images(num_bad: int, num_read: int, last: str) -> None:

@@ -1,7 +1,6 @@
 """Events of a supervised job: JSON lines in the run folder, and posts to a webhook."""
 
 import datetime
-import json
 import logging
 import queue
 import threading
@@ -11,8 +10,8 @@ from typing import Any
 
 import requests
 
+from diffusion.files import append_json_lines, read_json_lines
 from diffusion.operations import timeouts
-from diffusion.reports.curves import read_json_lines
 
 EVENTS = "events.jsonl"
 """File in the run folder with a row for each event."""
@@ -76,8 +75,7 @@ class EventLog:
         log.warning("%s%s%s", event.value, f" ({details})" if details else "", f": {reason}" if reason else "")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            append_json_lines(self.path, [row])
         except OSError as error:
             log.warning("%s cannot be written: %s", self.path, error.strerror)
         if self._poster is not None:

@@ -86,9 +86,13 @@ def survey(hosts: Sequence[str], command: Callable[[str], Sequence[str]], timeou
 
 def _run_check(command: Sequence[str], timeout: float) -> dict[str, Any] | Verdict:
     """Return the answer of a host's check, or the problem that there is none."""
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
-    )
+    pipe = subprocess.PIPE
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace"
+        )
+    except OSError as error:
+        return problem("answers", f"{command[0]} cannot be started: {error.strerror}", "install it, or correct SSH")
     try:
         output, errors = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

@@ -172,7 +172,7 @@ def assign_users(items: Sequence[Item], uses: Mapping[str, Iterable[str]]) -> No
 
 def _overlap(a: str, b: str) -> bool:
     """Whether one of two locations is the other, or lies within it."""
-    a, b = (one.rstrip("/") + "/" if is_url(one) else f"{Path(one).expanduser().absolute()}/" for one in (a, b))
+    a, b = (one.rstrip("/") + "/" if is_url(one) else f"{Path(one).expanduser().resolve()}/" for one in (a, b))
     return a.startswith(b) or b.startswith(a)
 
 

@@ -25,7 +25,7 @@ from diffusion.storage import is_url
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
-    """Find run folders among some folders and up to two levels below them.
+    """Find run folders among some folders and up to three levels below them: `runs/sweeps/NAME/POINT`.
 
     Raises:
         ConfigurationError: a folder does not exist.
@@ -34,7 +34,8 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
     for folder in folders:
         if not folder.is_dir():
             raise ConfigurationError(f"{folder} is no folder: give run folders, or folders that contain them")
-        found |= {path.parent for pattern in ("", "*/", "*/*/") for path in folder.glob(f"{pattern}config.yaml")}
+        paths = (path for depth in ("", "*/", "*/*/", "*/*/*/") for path in folder.glob(f"{depth}config.yaml"))
+        found |= {path.parent for path in paths if "wandb" not in path.relative_to(folder).parts}
     return sorted(found)
 
 
@@ -130,17 +131,28 @@ def stop(run: Path, config: Config) -> list[int]:
 
 
 def absolute(run: Path, location: str) -> str:
-    """The absolute form of a location that a run names; of a relative path, from where its supervisor was started."""
+    """Resolve a location that a run names; a relative path starts where its supervisor was started, if it had one."""
     if is_url(location):
         return location.rstrip("/")
     supervisor = read_supervisor(run)
-    return str(Path(supervisor.folder if supervisor is not None else "", Path(location).expanduser()).absolute())
+    return str(Path(supervisor.folder if supervisor is not None else "", Path(location).expanduser()).resolve())
 
 
 def checkpoints_of(run: Path, config: Config) -> str:
     """The folder or URI of a run's checkpoints."""
     location = config.trainer.checkpoint_folder
-    return str(run.absolute() / "checkpoints") if location is None else absolute(run, location)
+    return str(run.resolve() / "checkpoints") if location is None else absolute(run, location)
+
+
+def begins_with(run: Path, config: Config, checkpoint: str) -> bool:
+    """Whether a run begins with a checkpoint, or may do so: its path may be relative to a folder that is unknown."""
+    if config.init_from is None:
+        return False
+    location = config.init_from.checkpoint
+    if not _is_guessed(run, location):
+        return absolute(run, location) == checkpoint
+    parts = tuple(part for part in Path(location).parts if part != "..")
+    return Path(checkpoint).parts[-len(parts) :] == parts
 
 
 def find_superseded(run: Path, config: Config, num_kept: int | None) -> list[Path | RemoteCheckpoint]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import psutil
 
 from diffusion.config.fields import size_text
+from diffusion.distributed import CGROUP, num_cores
 
 _ALL_CORES_BUSY = 0.9
 """CPU utilisation from which the cores are the bottleneck."""
@@ -45,10 +46,14 @@ def read_counters() -> Counters:
     idle = sum(core.idle for core in cores) + waiting
     # The time of guests is included in that of users.
     total = sum(sum(core) - getattr(core, "guest", 0.0) - getattr(core, "guest_nice", 0.0) for core in cores)
+    busy = total - idle
+    if num_cores() < len(allowed):  # By its quota a container may use fewer cores at a time than are busy for others.
+        usage = dict(line.split() for line in (CGROUP / "cpu.stat").read_text().splitlines())
+        busy, total = int(usage["usage_usec"]) / 1e6, num_cores() * time.monotonic()
     disks, memory = psutil.disk_io_counters(), psutil.virtual_memory()
     return Counters(
         clock=time.monotonic(),
-        cpu_busy=total - idle,
+        cpu_busy=busy,
         cpu_waiting=waiting,
         cpu_total=total,
         disk_read=disks.read_bytes if disks is not None else 0,

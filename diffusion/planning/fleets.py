@@ -224,7 +224,7 @@ def plan_on(
     plan = plan_run(replace(config, plan=assumed))
     assert plan.days is not None
     seconds = plan.days * SECONDS_PER_DAY
-    interval = min(seconds, failures.save_interval(fleet.num_gpus))
+    interval = min(seconds, max(seconds / plan.num_iterations, failures.save_interval(fleet.num_gpus)))
     return FleetRun(
         fleet=fleet,
         plan=plan,
@@ -375,11 +375,14 @@ def read_fleets(path: Path) -> list[Fleet]:
             if not rates:
                 raise ValueError(f"{entry['name']} has no images_per_second")
             architecture = Architecture(entry.get("architecture", Architecture.stable_diffusion_2.value))
-            fleets.append(Fleet(**{**entry, "images_per_second": rates, "architecture": architecture}))
+            numbers = {"num_gpus": int(entry["num_gpus"]), "images_per_second": rates}
+            if (price := entry.get("price_per_gpu_hour")) is not None:
+                numbers["price_per_gpu_hour"] = float(price)
+            fleets.append(Fleet(**{**entry, **numbers, "architecture": architecture}))
         return fleets
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(
-            f'{path} is no list of fleets ({error}): give e.g. [{{"name": "ours", "num_gpus": 64, '
+            f'{path} is not a list of fleets ({error}): give e.g. [{{"name": "ours", "num_gpus": 64, '
             '"price_per_gpu_hour": 3.5, "images_per_second": {"256": 30000, "512": 8000}}]'
         ) from error
 

@@ -1,9 +1,7 @@
 """Metrics of long runs in bounded memory: means and extremes over intervals of steps."""
 
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 MAX_BINS = 800
@@ -78,19 +76,6 @@ class Curve:
         """Mean of the values in the last share of the intervals."""
         bins = self._bins[-max(1, round(share * len(self._bins))) :]
         return sum(bin_[2] for bin_ in bins) / sum(bin_[1] for bin_ in bins)
-
-
-def read_json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Rows of a file of JSON lines, one at a time; None for a damaged line."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-            except ValueError:  # Also of bytes that are not UTF-8.
-                row = None
-            yield row if isinstance(row, dict) else None
 
 
 def read_curves(rows: Iterable[Mapping[str, Any] | None]) -> tuple[dict[str, Curve], int]:

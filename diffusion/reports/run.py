@@ -19,8 +19,9 @@ from diffusion.config.loading import dump, load, to_dict
 from diffusion.config.schema import Config
 from diffusion.config.secrets import redact
 from diffusion.errors import ConfigurationError
+from diffusion.files import read_json_lines
 from diffusion.operations.events import EVENTS, EventKind
-from diffusion.reports.curves import Curve, read_curves, read_json_lines
+from diffusion.reports.curves import Curve, read_curves
 
 ROLLBACK = "rollback"
 """Event of a timeline, beside those of `EventKind`."""
@@ -260,5 +261,5 @@ def read_timeline(folder: Path) -> pd.DataFrame:
 
 
 def find_results(folder: Path) -> list[Path]:
-    """Files of evaluation results in the run folder, or one or two folders below it."""
-    return sorted(path for depth in ("", "*/", "*/*/") for path in folder.glob(f"{depth}results/*.json"))
+    """Files of evaluation results in a folder, or up to three folders below it."""
+    return sorted(path for depth in ("", "*/", "*/*/", "*/*/*/") for path in folder.glob(f"{depth}results/*.json"))

@@ -18,7 +18,7 @@ NUM_RANKS = 2
 @pytest.mark.parametrize(("quota", "cores"), [("150000 100000", 2), ("50000 100000", 1), ("max 100000", 8), (None, 8)])
 def test_the_quota_of_a_container_limits_its_cores(quota, cores, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
-    monkeypatch.setattr(distributed, "_CPU_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(distributed, "CGROUP", tmp_path)
     if quota:
         (tmp_path / "cpu.max").write_text(f"{quota}\n")
     assert num_cores() == cores

@@ -63,6 +63,12 @@ def test_unfit_hosts_are_named_with_what_is_wrong_and_the_others_chosen():
     assert chosen(found) == ("n3", 8)
 
 
+def test_a_missing_ssh_is_named():
+    found = ask({"n1": ["no-ssh-here"]})
+    assert found.unfit == ["n1"]
+    assert "no-ssh-here cannot be started: No such file" in str(found.verdicts)
+
+
 def test_a_host_that_is_out_of_line_is_replaced_by_a_spare_one_and_without_one_the_number_stays_legal():
     found = ask({"n1": answer_of_host(flops=4e14)})
     assert found.unfit == ["n1"]

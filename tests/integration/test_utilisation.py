@@ -1,6 +1,7 @@
 """Load of machines and storage on recorded counters; waiting for data on a fake clock and in real runs."""
 
 import logging
+import os
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 from composer import Callback, Logger, State
 
+from diffusion import distributed
 from diffusion.callbacks import monitoring as module
 from diffusion.callbacks.metrics_file import read_metrics, series
 from diffusion.callbacks.monitoring import QUIET_INTERVALS, Utilisation
 from diffusion.datasets.cache import TierCounts, TierMeter
+from diffusion.operations import utilisation
 from diffusion.operations.utilisation import Counters, LoaderSettings
 from tests.tools.toys import ToyLatents
 
@@ -28,6 +31,19 @@ SECOND = replace(
     FIRST, clock=110.0, cpu_busy=10.0, cpu_waiting=4.0, cpu_total=40.0, disk_read=10_000,
     worker_seconds={7: 9.0},
 )  # fmt: skip
+
+
+def test_a_container_with_a_quota_is_busy_when_it_uses_its_quota(tmp_path, monkeypatch):
+    (tmp_path / "cpu.max").write_text("200000 100000\n")
+    monkeypatch.setattr(distributed, "CGROUP", tmp_path)
+    monkeypatch.setattr(utilisation, "CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
+    counters = []
+    for clock, usage in ((100.0, 5_000_000), (110.0, 24_000_000)):
+        (tmp_path / "cpu.stat").write_text(f"usage_usec {usage}\nuser_usec 1\n")
+        monkeypatch.setattr(utilisation.time, "monotonic", lambda clock=clock: clock)
+        counters.append(utilisation.read_counters())
+    assert utilisation.usage_between(*counters, 0).cpu == pytest.approx(0.95)
 
 
 class Log:

@@ -96,6 +96,9 @@ def test_a_point_has_the_same_name_wherever_it_comes(tmp_path):
         ("parameters: {optimizer.lrr: {values: [1]}}\n", "optimizer.lr"),
         ("parameters: {seed: {vales: [1]}}\n", "parameters.seed"),
         ("parameters: {overrides: {values: [3]}}\n", "overrides="),
+        ("metric: loss\nparameters: {seed: {values: [1]}}\n", "metric"),
+        ("metric: {goal: maximise}\nparameters: {seed: {values: [1]}}\n", "maximise"),
+        ("parameters: {seed: [1, 2]}\n", "parameters.seed"),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(tmp_path, text, key):

@@ -47,7 +47,7 @@ LINK_BYTES = 2**24
 NUM_LINK_ROUNDS = 3
 """Measurements of a link, of which the best counts: the first opens connections."""
 
-PACKAGES = ("torch", "mosaicml", "mosaicml-streaming", "numpy", "diffusion")
+PACKAGES = ("torch", "mosaicml", "mosaicml-streaming", "diffusers", "transformers", "numpy", "diffusion")
 
 
 def diagnose(config: Config, timeout: float = 120.0, *, deep: bool = False) -> list[Verdict]:

@@ -12,14 +12,11 @@ import psutil
 from diffusion.config.fields import size_text
 from diffusion.config.schema import Config
 from diffusion.config.training import Device
-from diffusion.distributed import local_world_size, world_size
+from diffusion.distributed import CGROUP, local_world_size, world_size
 from diffusion.errors import MachineError
 from diffusion.operations.checks.gpu import check_gpu_errors, check_gpu_memory
 from diffusion.operations.checks.verdicts import Level, Verdict, log_and_raise, ok, on_each_machine, problem, warning
 from diffusion.storage import is_url
-
-CGROUP = Path("/sys/fs/cgroup")
-"""Limits of a container (cgroup v2)."""
 
 SHM = Path("/dev/shm")
 

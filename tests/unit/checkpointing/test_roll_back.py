@@ -1,10 +1,12 @@
 """What is decided about a wrong loss, and that its record outlives interruptions."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from diffusion.checkpointing.roll_back import (
+    RECORD,
     DivergenceError,
     Rollback,
     decide,
@@ -53,6 +55,15 @@ def test_the_second_time_at_a_step_ends_a_run_that_must_not_skip():
 def test_going_back_has_an_end():
     with pytest.raises(DivergenceError, match=r"operations\.guard\.max_rollbacks"):
         decide(11, math.inf, [FIRST], GuardConfig(max_rollbacks=1), 2.0)
+
+
+def test_a_record_that_was_cut_off_is_continued(tmp_path):
+    for number in range(2):
+        request_rollback(tmp_path, replace(FIRST, time=float(number)))
+        record_rollback(tmp_path, read_request(tmp_path))
+        with (tmp_path / RECORD).open("a") as file:
+            file.write('{"step": 1')
+    assert [one.time for one in read_rollbacks(tmp_path)] == [0.0, 1.0]
 
 
 def test_a_rollback_is_recorded_once_however_often_carrying_it_out_is_interrupted(tmp_path):

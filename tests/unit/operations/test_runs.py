@@ -184,6 +184,20 @@ def test_a_checkpoint_stays_that_is_half_written_or_with_which_another_run_began
     assert [path.name for path in list_checkpoints(folder)] == ["ep0-ba4.pt", "ep0-ba6.pt", "ep0-ba8.pt"]
 
 
+def test_a_checkpoint_stays_with_which_a_run_began_by_another_path(tmp_path, monkeypatch):
+    folder = tmp_path / "a/checkpoints"
+    (tmp_path / "link").symlink_to(tmp_path)
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", f"init_from.checkpoint={tmp_path / 'link/a/checkpoints/ep0-ba2.pt'}")
+    write_run(tmp_path / "sweeps/c/d", "init_from.checkpoint=../a/checkpoints/ep0-ba4.pt")
+    folder.mkdir()
+    for step in (2, 4, 6, 8):
+        write_file(folder / f"ep0-ba{step}.pt", {"state": {"x": torch.zeros(8)}})
+    monkeypatch.chdir("/")
+    runs_command.prune([tmp_path], 1, is_confirmed=True)
+    assert [path.name for path in list_checkpoints(folder)] == ["ep0-ba2.pt", "ep0-ba4.pt", "ep0-ba8.pt"]
+
+
 def test_a_relative_checkpoint_folder_is_that_of_the_folder_in_which_the_run_was_started(tmp_path, monkeypatch):
     config = write_run(tmp_path / "run", "trainer.checkpoint_folder=kept")
     for folder in (tmp_path, tmp_path / "other"):

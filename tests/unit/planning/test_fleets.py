@@ -20,6 +20,7 @@ from diffusion.planning.fleets import (
     fleet_called,
     fleets_from_benchmark,
     make_budget,
+    plan_on,
     predict_images_per_second,
     rate_for,
     read_fleets,
@@ -191,6 +192,11 @@ def test_fleets_from_files(tmp_path):
     path = tmp_path / "fleets.json"
     path.write_text(json.dumps([{"name": "ours", "num_gpus": 64, "images_per_second": {"256": 30_000}}]))
     assert read_fleets(path) == [Fleet(name="ours", num_gpus=64, images_per_second={256: 30_000.0})]
+    texts = {"num_gpus": "64", "price_per_gpu_hour": "3.5", "images_per_second": {"256": "30000"}}
+    path.write_text(json.dumps([{"name": "ours", **texts}]))
+    assert read_fleets(path) == [
+        Fleet(name="ours", num_gpus=64, price_per_gpu_hour=3.5, images_per_second={256: 30_000.0})
+    ]
     path.write_text('[{"name": "ours"}]')
     with pytest.raises(ConfigurationError, match=str(path)):
         read_fleets(path)
@@ -229,6 +235,13 @@ def test_the_mean_duration_is_that_of_simulated_runs():
                 saved += until_failure // (interval + 60) * interval
         durations.append(clock)
     assert failures.expected_seconds(work, interval, num_gpus=1) == pytest.approx(np.mean(durations), rel=0.01)
+
+
+def test_a_save_that_costs_nothing_is_made_each_step():
+    config = load_config("yamls/phase1.yaml", may_miss=is_location)
+    run = plan_on(config, A100_FLEETS[0], failures=Failures(gpu_hours_between=1e4, save_seconds=0))
+    assert run.save_interval_steps == 1
+    assert run.days_with_failures == pytest.approx(run.plan.days, rel=0.02)
 
 
 @pytest.mark.parametrize(("hours", "save"), [(10, 30), (80, 300), (1_250, 60)])

@@ -15,7 +15,8 @@ from PIL import Image
 from diffusion.callbacks.metrics_file import TRAIN_LOSS
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.protocol import Number, Result, protocol_hash
-from diffusion.reports.curves import Curve, read_curves, read_json_lines
+from diffusion.files import read_json_lines
+from diffusion.reports.curves import Curve, read_curves
 from diffusion.reports.run import read_phases, read_run, read_starts
 from diffusion.reports.run_page import write_report
 
