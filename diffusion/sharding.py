@@ -1,4 +1,4 @@
-"""FSDP2 and its checkpoints: all that is private or surprising of them in Composer and torch."""
+"""FSDP2 and its checkpoints: every workaround for private or surprising parts of Composer and torch."""
 
 import logging
 from dataclasses import dataclass

@@ -165,10 +165,10 @@ def stat(uri: str, access: Access | None = None) -> StoredFile:
     return _attempt(uri, access, lambda store: store.stat(uri))
 
 
-def exists(uri: str, access: Access | None = None) -> bool:
+def exists(uri: str) -> bool:
     """Return whether a file exists."""
     try:
-        stat(uri, access)
+        stat(uri)
     except MissingFileError:
         return False
     return True
@@ -189,28 +189,27 @@ def read(
     return _attempt(uri, access, lambda store: store.read(uri, start, stop, version))
 
 
-def open_file(uri: str, *, buffer_bytes: int | None = None, access: Access | None = None) -> BinaryIO:
+def open_file(uri: str, *, buffer_bytes: int | None = None) -> BinaryIO:
     """Open a file for reading by ranges. A later read raises a DataError if the file was changed.
 
     Args:
         uri: the file.
         buffer_bytes: bytes that are read ahead, None for BLOCK_BYTES; 0 where the caller reads in large pieces.
-        access: how its store is reached.
     """
-    return _RangeFile(stat(uri, access), BLOCK_BYTES if buffer_bytes is None else buffer_bytes, access)  # pyright: ignore[reportReturnType]
+    return _RangeFile(stat(uri), BLOCK_BYTES if buffer_bytes is None else buffer_bytes)  # pyright: ignore[reportReturnType]
 
 
 class _RangeFile(AbstractBufferedFile):
     """A file that is read by ranges through `read`."""
 
-    def __init__(self, file: StoredFile, buffer_bytes: int, access: Access | None) -> None:
-        self._file, self._access = file, access
+    def __init__(self, file: StoredFile, buffer_bytes: int) -> None:
+        self._file = file
         cache = "readahead" if buffer_bytes else "none"
         super().__init__(None, file.uri, block_size=buffer_bytes, cache_type=cache, size=file.size)  # pyright: ignore[reportArgumentType]
 
     def _fetch_range(self, start: int, end: int) -> bytes:
         end = min(end, self._file.size)
-        data = read(self._file.uri, start, end, version=self._file.version, access=self._access)
+        data = read(self._file.uri, start, end, version=self._file.version)
         if len(data) != end - start:
             raise _changed(self._file.uri)
         return data
@@ -231,15 +230,15 @@ def write(uri: str, content: bytes, access: Access | None = None) -> None:
             partial.write_bytes(content)
 
 
-def write_json(uri: str, value: Any, access: Access | None = None) -> None:
+def write_json(uri: str, value: Any) -> None:
     """Write a JSON file as `write` does; NaN and infinity, which are not JSON, are a ValueError."""
-    write(uri, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode(), access)
+    write(uri, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
-def read_json(uri: str, access: Access | None = None) -> Any:
+def read_json(uri: str) -> Any:
     """Read a JSON file; a DataError if it does not exist or is not JSON."""
     try:
-        return json.loads(read(uri, access=access))
+        return json.loads(read(uri))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{shown(uri)} is damaged, it is not JSON: {error}") from error
 

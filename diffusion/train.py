@@ -43,9 +43,8 @@ from diffusion.checkpointing.resume import (
     remove_downloads,
 )
 from diffusion.checkpointing.roll_back import roll_back
-from diffusion.config.checks import check, check_machine, num_batches, resolve_device
+from diffusion.config.checks import check, check_machine, num_batches, resolve_device, steps_of
 from diffusion.config.data import Shuffling, microbatch_size
-from diffusion.config.fields import parse_time
 from diffusion.config.model import Posterior
 from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import to_public_yaml
@@ -265,9 +264,7 @@ def _build_autoencoder(config: Config, is_new: bool) -> AutoencoderTraining:
     if is_new and config.init_from is not None:
         with error_context("init_from.checkpoint"):
             vae.load_state_dict(read_vae(config.init_from.checkpoint, vae))
-    start = parse_time(settings.adversarial_start, "autoencoder.adversarial_start").in_batches(
-        num_batches=num_batches(config), global_batch_size=config.data.global_batch_size
-    )
+    start = steps_of(config, settings.adversarial_start, "autoencoder.adversarial_start")
     assert start is not None
     return AutoencoderTraining(vae, settings, config.seed, start)
 
@@ -440,7 +437,7 @@ def _build_wsd(config: Config) -> ComposerScheduler:
     schedule, total = config.schedule, num_batches(config)
 
     def steps(text: str, key: str) -> float:
-        length = parse_time(text, key).in_batches(num_batches=total, global_batch_size=config.data.global_batch_size)
+        length = steps_of(config, text, key)
         assert length is not None
         return length
 

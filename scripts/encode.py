@@ -77,7 +77,7 @@ def model_config(options: argparse.Namespace) -> ModelConfig:
     elif options.architecture is not None:
         config = ModelConfig(architecture=Architecture(options.architecture))
     else:
-        raise ConfigurationError("say what encodes: --config YAML, or --architecture with --pretrained and --vae")
+        raise ConfigurationError("choose the model: --config YAML, or --architecture with --pretrained and --vae")
     config.pretrained, config.vae = options.pretrained or config.pretrained, options.vae or config.vae
     if "pretrained" in missing_keys(config):
         raise ConfigurationError(f"{options.config}: model.pretrained is missing: add --pretrained FOLDER")

@@ -22,9 +22,8 @@ from diffusion.callbacks.saving import RunRecord, SaveCheckpoints, model_record
 from diffusion.callbacks.step import AccumulateLocally, ClipGradients, CollectiveTimeout, DataPosition, StepAddress
 from diffusion.callbacks.stream_losses import StreamLosses
 from diffusion.checkpointing.resume import CheckpointStorage
-from diffusion.config.checks import num_batches
+from diffusion.config.checks import steps_of
 from diffusion.config.data import Representation
-from diffusion.config.fields import parse_time
 from diffusion.config.model import Compilation
 from diffusion.config.schema import Config
 from diffusion.config.secrets import to_public_yaml
@@ -154,8 +153,7 @@ def _build_saver(config: Config, storage: CheckpointStorage) -> SaveCheckpoints:
     settings = config.trainer
     every = None
     if settings.keep_every is not None:
-        time = parse_time(settings.keep_every, "trainer.keep_every")
-        every = time.in_batches(num_batches=num_batches(config), global_batch_size=config.data.global_batch_size)
+        every = steps_of(config, settings.keep_every, "trainer.keep_every")
     return SaveCheckpoints(
         storage.folder,
         settings.save_interval,

@@ -46,6 +46,13 @@ def num_batches(config: Config) -> int:
     return int(time.value)
 
 
+def steps_of(config: Config, text: str, key: str) -> float | None:
+    """Convert a time of the configuration to optimizer steps; None where that takes the length of an epoch."""
+    return parse_time(text, key).in_batches(
+        num_batches=num_batches(config), global_batch_size=config.data.global_batch_size
+    )
+
+
 def check(config: Config, *, world_size: int, side_factor: int | None = None) -> None:
     """Check a configuration for a number of ranks.
 
@@ -140,24 +147,24 @@ def _tasks(config: Config) -> Iterator[str]:
 
 
 def _times(config: Config) -> Iterator[str]:
-    sizes = {"num_batches": num_batches(config), "global_batch_size": config.data.global_batch_size}
+    total = num_batches(config)
     duration = f"trainer.max_duration is '{config.trainer.max_duration}'"
-    warmup = parse_time(config.schedule.warmup, "schedule.warmup").in_batches(**sizes)
-    if warmup is not None and warmup > sizes["num_batches"]:
+    warmup = steps_of(config, config.schedule.warmup, "schedule.warmup")
+    if warmup is not None and warmup > total:
         yield (
             f"schedule.warmup is '{config.schedule.warmup}', longer than the run ({duration}). Shorten it, as in "
             "schedule.warmup=0.1dur."
         )
-    cooldown = parse_time(config.schedule.cooldown, "schedule.cooldown").in_batches(**sizes)
-    if config.schedule.decay is Decay.wsd and (warmup or 0) + (cooldown or 0) > sizes["num_batches"]:
+    cooldown = steps_of(config, config.schedule.cooldown, "schedule.cooldown")
+    if config.schedule.decay is Decay.wsd and (warmup or 0) + (cooldown or 0) > total:
         yield (
             f"schedule.warmup '{config.schedule.warmup}' and schedule.cooldown '{config.schedule.cooldown}' are longer "
             f"than the run ({duration}). Shorten one."
         )
     if (ema := config.algorithms.ema) is None:
         return
-    start = parse_time(ema.start, "algorithms.ema.start").in_batches(**sizes)
-    if start is not None and start >= sizes["num_batches"]:
+    start = steps_of(config, ema.start, "algorithms.ema.start")
+    if start is not None and start >= total:
         yield (
             f"algorithms.ema.start is '{ema.start}', at or after the end of the run ({duration}). Start it earlier, or "
             "set algorithms.ema=null."

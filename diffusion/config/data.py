@@ -175,7 +175,7 @@ class DataConfig:
     caption_weights: list[float] | None = bounded(None, min=0)
     """Relative frequencies of an image's first, second ... caption, one of which is drawn in each epoch: `[1, 4]` takes
     the second of two (a captioner's, with `captioner.mode: beside` and one caption of the source) four times of five.
-    Captions behind the last weight are not taken. Null: all alike."""
+    Captions beyond the last weight are never drawn. Null: all alike."""
 
     resolution: int = bounded(MISSING, min=1)
     """Side of the square images, in pixels; streams may have a `resolution` of their own."""

@@ -72,14 +72,14 @@ class BadImages:
 
     @property
     def num_bad(self) -> int:
-        """How many were met."""
+        """Number of distinct images that could not be decoded."""
         records, self._looked = self._read(self._looked)
         self._known.update((image.stream, image.index) for image in records)
         return len(self._known)
 
     @property
     def num_read(self) -> int:
-        """How many samples were asked for."""
+        """Number of samples read."""
         return self._num_read.value
 
     def count_read(self) -> None:

@@ -12,14 +12,10 @@ from diffusion.storage import Access
 
 VERSION = 1
 ENCODED = "encoded"
-"""What the manifest says it is the manifest of."""
+"""Value of `kind` in the manifest."""
 
 CODE = "float16-moments-v2"
 """Identity of what is computed and stored besides VAE, tokenizer and transform; raised whenever that changes."""
-
-DAMAGED = "damaged.json"
-"""File of an encoded data set: for each `<split>/<bucket>` the numbers of the samples whose images could not be
-decoded, ascending. Their latents are zeros, which keep the place; training puts other samples in their stead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +111,7 @@ def check_encoded(
     Args:
         manifest: manifest of the data.
         where: folder or URL of the stream, which ends with the name of its bucket.
-        size: what the run takes the images' size for.
+        size: image size that the run expects.
         needs_logvar: whether draws from the posterior are wanted.
         vae_identity: `module_identity` of the run's VAE.
         tokenizer_identity: identity of the run's tokenizer.

@@ -18,6 +18,9 @@ WORK = "work.partial"
 SCAN = "scan.json"
 """File of a prepared data set: its sources and partitions. Without a manifest: the preparation is unfinished."""
 
+REMOVED_SAMPLES, DAMAGED = "withdrawn.json", "damaged.json"
+"""Files of unusable samples, removed ones and those that could not be decoded: `{"<split>/<bucket>": [indices]}`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SourceEntry:

@@ -18,7 +18,7 @@ from typing import Any
 
 from diffusion import storage
 from diffusion.config.data import StreamConfig
-from diffusion.datasets.manifest import MANIFEST, SCAN, WORK
+from diffusion.datasets.manifest import DAMAGED, MANIFEST, REMOVED_SAMPLES, SCAN, WORK
 from diffusion.datasets.mds import INDEX
 from diffusion.errors import DataError, MachineError
 from diffusion.files import read_json
@@ -26,8 +26,8 @@ from diffusion.storage import FIRST_CONTACT, Access, ForbiddenFileError, Missing
 
 logger = logging.getLogger(__name__)
 
-MARKS = ("withdrawn.json", "damaged.json")
-"""Files beside `manifest.json` that name unusable samples: `{"<split>/<bucket>": [indices]}`."""
+MARKS = (REMOVED_SAMPLES, DAMAGED)
+"""Files beside `manifest.json` that name unusable samples."""
 
 Files = Mapping[tuple[str | None, str], Any]
 """Contents of manifests and marks by endpoint and URI; only of those that exist."""

@@ -69,7 +69,7 @@ class ImageTransform:
         return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
     def placement(self, size: tuple[int, int], *, epoch: int = 0, sample: int = 0) -> Placement:
-        """What an image of a width and height in pixels is made of when it is transformed."""
+        """Return the size and crop conditioning (SDXL) of an image of a width and height in pixels."""
         left, top, width, height = self._part(size, epoch, sample)
         if self._is_mirrored(epoch, sample):
             left = size[0] - width - left

@@ -25,7 +25,15 @@ from diffusion.distributed import (
 from diffusion.errors import ConfigurationError, MachineError, error_context
 from diffusion.evaluation import dpg, geneval2
 from diffusion.evaluation.config import EvaluationConfig, ProtocolConfig
-from diffusion.evaluation.generate import EvaluatedModel, Generator, Task, find_models, generate_images, load_generator
+from diffusion.evaluation.generate import (
+    EvaluatedModel,
+    Generator,
+    Task,
+    explained_writes,
+    find_models,
+    generate_images,
+    load_generator,
+)
 from diffusion.evaluation.images import image_files, list_images
 from diffusion.evaluation.metrics import Metrics
 from diffusion.evaluation.object_checks import ObjectChecks
@@ -78,6 +86,7 @@ class Evaluation:
     def __post_init__(self) -> None:
         config, protocol = self.config, self.config.protocol
         self.folder = Path(config.output_folder).expanduser()
+        on_first_rank(self._make_folder)
         self.device = agree(lambda: rank_device(config.device))
         cache = Path(config.reference_cache or self.folder / "reference").expanduser()
         self.metrics = agree(lambda: Metrics(config=config, device=self.device, cache=cache))
@@ -85,6 +94,10 @@ class Evaluation:
         self.suites: dict[str, Suite[Any]] = agree(
             lambda: {suite.name: suite for suite in open_suites(protocol, self.device)}
         )
+
+    def _make_folder(self) -> None:
+        with explained_writes(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
 
     def into(self, folder: Path) -> "Evaluation":
         """Return the same evaluation with another folder of results and images."""

@@ -348,7 +348,7 @@ def generate_images(generator: Generator, task: Task, folder: Path, label: str) 
             latents = addressed_latents(task, numbers, shape, generator.device)
             images = generator.generate(texts, latents, task.sampling, task.guidance_scale)
             for number, image in zip(numbers, images, strict=True):
-                with _explained(files[number]), atomic_path(files[number], durable=False) as partial:
+                with explained_writes(files[number]), atomic_path(files[number], durable=False) as partial:
                     image.save(partial, format="PNG", compress_level=1)
     barrier()
     on_first_rank(lambda: _write_listing(folder, task, files))
@@ -363,13 +363,14 @@ def _open_folder(folder: Path, record: dict[str, Any]) -> None:
             listed = "; ".join(differing)
             raise ConfigurationError(f"{folder} has images of another task ({listed}): choose another output_folder")
         return
-    with _explained(folder):
+    with explained_writes(folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / GENERATION, record)
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def explained_writes(path: Path) -> Iterator[None]:
+    """Report an error in writing a file or folder as a MachineError."""
     try:
         yield
     except OSError as error:

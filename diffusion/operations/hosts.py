@@ -199,6 +199,11 @@ class HostedJob:
     ) -> None:
         self._command, self._fleet, self._data = tuple(command), fleet, data
         self._timeout, self._events = timeout, events
+        self.environment = dict(os.environ)
+        """Variables of the job; `start` sets the ranks of each host."""
+
+        if fleet is not None and fleet.ranks_per_host is not None:
+            self.environment["RANKS_PER_HOST"] = str(fleet.ranks_per_host)
         self._used: tuple[str, ...] = ()
         self._num_ranks = 0
         self._speeds: dict[str, NodeSpeed] = {}
@@ -221,6 +226,7 @@ class HostedJob:
             else:
                 hosts, self._num_ranks = choose_hosts(found, fleet, self._data)
                 self._used, self._speeds = hosts, {host: found.speeds[host] for host in hosts}
+                self.environment["RANKS_PER_HOST"] = str(self._num_ranks // len(hosts))
                 log.info("%d ranks on %s", self._num_ranks, ", ".join(hosts))
         return [word.replace(HOSTS_PLACEHOLDER, " ".join(hosts)) for word in self._command]
 
@@ -250,9 +256,3 @@ class HostedJob:
                 self._events.add(EventKind.unfit, verdict.sentence, check=verdict.check, host=host)
             elif verdict.level is Level.warning:
                 log.warning("%s: %s", host, verdict.sentence)
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Variables of the job."""
-        ranks = self._fleet.ranks_per_host if self._fleet is not None else None
-        return {**os.environ, **({"RANKS_PER_HOST": str(ranks)} if ranks else {})}

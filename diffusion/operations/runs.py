@@ -11,8 +11,7 @@ from diffusion.checkpointing.find import is_complete
 from diffusion.checkpointing.layout import list_checkpoints, remove_checkpoint, superseded
 from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoint, RemoteCheckpoints
 from diffusion.checkpointing.resume import FINISHED, PREEMPTED
-from diffusion.config.checks import num_batches
-from diffusion.config.fields import parse_time
+from diffusion.config.checks import steps_of
 from diffusion.config.loading import load
 from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError, MachineError
@@ -101,6 +100,8 @@ def supervisor_of(run: Path) -> SupervisorRecord | None:
             return None
     except TimeoutError:
         return read_supervisor(run)
+    except PermissionError:  # Another user's; its heartbeats say whether it runs.
+        return None
 
 
 def stop(run: Path, config: Config) -> list[int]:
@@ -175,8 +176,7 @@ def find_superseded(run: Path, config: Config, num_kept: int | None) -> list[Pat
         return []
     every = None
     if settings.keep_every is not None:
-        interval = parse_time(settings.keep_every, "trainer.keep_every")
-        every = interval.in_batches(num_batches=num_batches(config), global_batch_size=config.data.global_batch_size)
+        every = steps_of(config, settings.keep_every, "trainer.keep_every")
     if is_url(location):
         remote = {Path(found.name): found for found in RemoteCheckpoints(location, timeout=READ_TIMEOUT).present()}
         whole = [path for path, found in remote.items() if found.is_complete]

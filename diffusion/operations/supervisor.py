@@ -318,6 +318,7 @@ class Supervisor:
         if self._ranks():
             os.close(lock)
             raise running
+        os.fchmod(lock, 0o600)  # An argument may be a secret.
         os.ftruncate(lock, 0)
         here = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.time(), "folder": str(Path.cwd())}
         os.write(lock, json.dumps(here | {"arguments": self._arguments}).encode())

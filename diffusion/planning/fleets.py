@@ -115,6 +115,11 @@ class FleetRun:
     """Recommended."""
 
     @property
+    def can_start(self) -> bool:
+        """Whether the GPUs can share a global batch evenly."""
+        return self.plan.global_batch_size % self.plan.num_ranks == 0
+
+    @property
     def cost(self) -> float | None:
         """Sum of known costs; None without a price of GPUs."""
         if self.plan.cost is None:
@@ -245,7 +250,8 @@ def cheapest_budget(configs: Sequence[Config], fleets: Sequence[Fleet], days: fl
 
     None if there is no such choice. Options as for `plan_on`. All fleets have prices.
     """
-    choices = [[plan_on(config, fleet, **options) for fleet in fleets] for config in configs]
+    plans = [[plan_on(config, fleet, **options) for fleet in fleets] for config in configs]
+    choices = [[run for run in of_config if run.can_start] for of_config in plans]
     budgets = [Budget(runs=list(runs)) for runs in itertools.product(*choices)]
     in_time = [budget for budget in budgets if budget.days_with_failures <= days]
     return min(in_time, key=lambda budget: (budget.cost, budget.days), default=None)
@@ -462,7 +468,14 @@ def format_budgets(budgets: Sequence[Budget], failures: Failures, dollars: float
 {failures.save_seconds:g} s for a checkpoint, at the recommended interval.
   - Storage: data and kept checkpoints, for the days of each run. Egress: of runs with data.remote, each sample once
     where the nodes' disks hold what they read, else in every epoch."""
-    return "\n".join([*parts, notes])
+    impossible = [
+        f"This run would not start: {run.fleet.num_gpus} GPUs cannot share {run.plan.run_name}'s global batch of "
+        f"{run.plan.global_batch_size} evenly."
+        for budget in budgets
+        for run in budget.runs
+        if not run.can_start
+    ]
+    return "\n".join([*parts, *impossible, notes])
 
 
 def _cost_row(budget: Budget) -> dict[str, str]:

@@ -199,15 +199,8 @@ def format_plan(plan: Plan, missing: Mapping[str, str] | None = None) -> str:
     lines = [f"Plan of {plan.run_name}", *(f"  {name:<{width}}  {text}" for name, text in rows)]
     if missing:
         lines += ["Still missing before it can start", *(f"  {key}: {doc}" for key, doc in missing.items())]
-    lines += [f"This run would not start: {problem}." for problem in _problems(plan)]
+    lines += [f"This run would not start: {plan.epoch.problem}."] if plan.epoch.problem is not None else []
     return "\n".join([*lines, "Assumed", *(f"  - {assumption}" for assumption in ASSUMPTIONS)])
-
-
-def _problems(plan: Plan) -> list[str]:
-    problems = [plan.epoch.problem] if plan.epoch.problem is not None else []
-    if plan.global_batch_size % plan.num_ranks:
-        problems.append(f"{plan.num_ranks} GPUs do not divide data.global_batch_size={plan.global_batch_size}")
-    return problems
 
 
 def shown(value: float | None, form: str, key: str = "") -> str:
@@ -267,9 +260,10 @@ def _store(plan: Plan) -> str:
     tiers = plan.tiers
     if tiers.fetched_bytes == 0:
         return "none: without data.remote nothing is fetched, and data.local holds everything on each node"
-    later = "again" if tiers.epoch_bytes else "nothing"
+    later = "the same" if tiers.epoch_bytes else "nothing"
     text = (
-        f"each of {tiers.num_nodes:,} nodes fetches {size_text(tiers.node_bytes)} in its first epoch, {later} in others"
+        f"each of {tiers.num_nodes:,} nodes downloads {size_text(tiers.node_bytes)} in its first epoch, and {later} in "
+        "each later one"
     )
     if plan.images_per_second is not None and tiers.sample_bytes is not None:
         text += f", up to {size_text(tiers.sample_bytes * plan.images_per_second)}/s together"

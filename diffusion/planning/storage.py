@@ -1,5 +1,6 @@
 """Data and checkpoints of a run: epochs of its streams, bytes in the store, on the disk of a node and in its memory."""
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,9 +10,9 @@ import numpy as np
 from omegaconf import MISSING
 
 from diffusion.checkpointing.layout import kept_steps
-from diffusion.config.checks import num_batches
+from diffusion.config.checks import num_batches, steps_of
 from diffusion.config.data import DataConfig, ImageSize, Representation, StreamConfig
-from diffusion.config.fields import parse_size, parse_time
+from diffusion.config.fields import parse_size
 from diffusion.config.model import Posterior
 from diffusion.config.schema import Config
 from diffusion.config.training import NumberFormat
@@ -273,10 +274,7 @@ class CheckpointPlan:
 def plan_checkpoints(config: Config, counts: ParameterCounts) -> CheckpointPlan:
     """Compute the bytes of the checkpoints that stay: 12 of each trained weight, and 4 of each started average."""
     ema, trainer, total = config.algorithms.ema, config.trainer, num_batches(config)
-
-    def steps(text: str, key: str) -> float | None:
-        return parse_time(text, key).in_batches(num_batches=total, global_batch_size=config.data.global_batch_size)
-
+    steps = functools.partial(steps_of, config)
     state = counts.fixed * WEIGHT_BYTES + counts.trained * (WEIGHT_BYTES + ADAM_BYTES)
     averages = counts.trained * average_bytes(config)
     interval = steps(trainer.save_interval, "trainer.save_interval")

@@ -64,7 +64,7 @@ class BucketsConfig:
     """Aspect-ratio buckets as HEIGHTxWIDTH; folders of the same names."""
 
     area: AreaConfig | None = None
-    """Aspect-ratio buckets of one area, made up."""
+    """Aspect-ratio buckets generated for one area."""
 
     upscale: bool = False
     """With aspect-ratio buckets: take images that are smaller than every bucket, too."""

@@ -1,7 +1,7 @@
-"""Conditions on images as SQL (DuckDB): filters and `where`; the reason for which an image is rejected, in which words.
+"""Filters and `where` as SQL conditions (DuckDB), with the reason and the wording of each rejection.
 
-A filter that looks at a column which an image may lack comes in two: with `missing: reject` one named `missing_COLUMN`
-goes before it, so that a score that nobody computed is a line of its own in the manifest.
+With `missing: reject`, a filter on an optional column is preceded by a rule `missing_COLUMN`, so that the manifest
+counts missing values separately.
 """
 
 import json

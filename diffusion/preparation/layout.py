@@ -23,9 +23,6 @@ SCORES_RECORD = "scores.json"
 REMOVED = "removed.json"
 """File of a data set: `hash_key` of the keys of all removed images, sorted."""
 
-REMOVED_SAMPLES = "withdrawn.json"
-"""File of a data set: for each `<split>/<bucket>` the indices of removed samples, ascending."""
-
 REMOVED_KEYS = "withdrawn.txt"
 """File of a data set of version 1: the keys of removed images, one per line."""
 
@@ -90,7 +87,7 @@ def positions_name(task: int) -> str:
 
 
 def part_numbers(folder: str) -> set[int]:
-    """List the partitions, or tasks, whose file is in a folder; what a killed process left is none."""
+    """List the partitions, or tasks, whose file is in a folder; unfinished files of a killed process do not count."""
     return {int(name[:-8]) for name in storage.list_files(folder) if re.fullmatch(r"\d+\.parquet", name)}
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from diffusion import storage
-from diffusion.datasets.manifest import MANIFEST, SCAN
+from diffusion.datasets.manifest import MANIFEST, REMOVED_SAMPLES, SCAN
 from diffusion.errors import DataError, MachineError, UserError
 from diffusion.files import PARTIAL, lock
 from diffusion.preparation.layout import (
@@ -26,7 +26,6 @@ from diffusion.preparation.layout import (
     POSITIONS,
     REMOVED,
     REMOVED_KEYS,
-    REMOVED_SAMPLES,
     REPORT_NUMBERS,
     REPORT_PAGE,
     REREAD,

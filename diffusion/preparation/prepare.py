@@ -58,8 +58,8 @@ def prepare(
         removed: file of keys that are never to be in the data set; samples that are there already are marked as
             removed.
         overwrite: replace a finished data set; the metadata and scores that still fit are kept.
-        only: files that the data set grows by; other new files wait, and it does not matter what became of the files
-            that were scanned before. None: all, and a file that is gone or has changed is an error.
+        only: files that the data set grows by; other new files wait, and changes to files that were already scanned are
+            ignored. None: all, and a file that is gone or has changed is an error.
         report: write `report.html` and `report.json`.
         progress: show bars on stderr.
 

@@ -5,8 +5,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from diffusion import storage
+from diffusion.datasets.manifest import REMOVED_SAMPLES
 from diffusion.errors import DataError
-from diffusion.preparation.layout import REMOVED, REMOVED_KEYS, REMOVED_SAMPLES
+from diffusion.preparation.layout import REMOVED, REMOVED_KEYS
 from diffusion.preparation.metadata import hash_key
 
 

@@ -126,7 +126,7 @@ def scan_sources(
 
     A scan that was interrupted is completed before the sources are listed again. The caller has claimed `config.out`.
     With `overwrite`, a data set of other sources or settings is removed, and so is one whose sources have changed.
-    With `only`, other new files wait, and it does not matter what became of the files that were scanned before.
+    With `only`, other new files wait, and changes to files that were already scanned are ignored.
 
     Returns:
         The scan; all its partitions have metadata.

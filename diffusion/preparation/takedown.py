@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from diffusion import storage
-from diffusion.datasets.manifest import MANIFEST, SCAN, WORK, PreparedManifest, RejectedEntry
+from diffusion.datasets.manifest import MANIFEST, REMOVED_SAMPLES, SCAN, WORK, PreparedManifest, RejectedEntry
 from diffusion.datasets.mds import (
     INDEX,
     Layout,
@@ -45,7 +45,6 @@ from diffusion.preparation.layout import (
     LISTINGS,
     METADATA,
     POSITIONS,
-    REMOVED_SAMPLES,
     REPORT_NUMBERS,
     REPORT_PAGE,
     REREAD,

@@ -199,6 +199,17 @@ def test_without_a_check_the_first_hosts_are_taken(answer, tmp_path):
     assert (tmp_path / "starts").read_text() == "n0 n1\n"
 
 
+def test_the_job_starts_the_ranks_for_which_its_hosts_were_chosen(answer, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANKS_PER_HOST", "9")
+    for num_gpus, ranks in ((0, "1"), (4, "4")):
+        for host in FLEET.hosts:
+            answer(host, num_gpus=num_gpus)
+        fleet = replace(FLEET, ranks_per_host=None)
+        job = HostedJob(["{hosts}"], [], fleet, DataConfig(global_batch_size=8), 60.0, EventLog(tmp_path))
+        assert job.start() == ["n0 n1"]
+        assert job.environment["RANKS_PER_HOST"] == ranks
+
+
 def test_a_job_could_grow_when_more_hosts_are_fit_than_it_uses(answer, tmp_path):
     answer("n1", FULL)
     answer("n2", FULL)

@@ -16,12 +16,12 @@ from typing import Any
 
 from diffusion import storage
 from diffusion.config.data import ImageSize
-from diffusion.datasets.encoded import DAMAGED, EncodedManifest
-from diffusion.datasets.manifest import MANIFEST, WORK
+from diffusion.datasets.encoded import EncodedManifest
+from diffusion.datasets.manifest import DAMAGED, MANIFEST, REMOVED_SAMPLES, WORK
 from diffusion.datasets.mds import INDEX, delete_unnamed, read_shards, stored_file, write_index
 from diffusion.errors import DataError
 from diffusion.files import PARTIAL
-from diffusion.preparation.layout import REMOVED, REMOVED_KEYS, REMOVED_SAMPLES, WRITER
+from diffusion.preparation.layout import REMOVED, REMOVED_KEYS, WRITER
 from diffusion.preparation.metadata import hash_key
 from diffusion.preparation.output import check_empty, clear_folders
 from diffusion.preparation.removed import read_removed

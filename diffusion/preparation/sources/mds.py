@@ -12,10 +12,10 @@ from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 import numpy as np
 
-from diffusion.datasets.manifest import MANIFEST
+from diffusion.datasets.manifest import MANIFEST, REMOVED_SAMPLES
 from diffusion.datasets.mds import INDEX, Layout, SampleDecoder, stored_file
 from diffusion.errors import DataError
-from diffusion.preparation.layout import REMOVED_SAMPLES, SPLITS
+from diffusion.preparation.layout import SPLITS
 from diffusion.preparation.records import (
     Location,
     OutdatedError,
@@ -164,7 +164,7 @@ class MDSSource(Source):
         folder, _, basename = name_of(partition.file).rpartition("/")
         shard = self._shards(folder).get(basename)
         if shard is None:
-            raise OutdatedError(f"{self.path}: the index names {printable(basename)} no more; restore it, or prepare "
+            raise OutdatedError(f"{self.path}: the index no longer names {printable(basename)}; restore it, or prepare "
                                 "again with --overwrite")  # fmt: skip
         return shard
 

@@ -19,6 +19,7 @@ from diffusion.planning.fleets import (
     cheapest_budget,
     fleet_called,
     fleets_from_benchmark,
+    format_budgets,
     make_budget,
     plan_on,
     predict_images_per_second,
@@ -177,6 +178,14 @@ def test_the_cheapest_fleets_in_time_are_those_of_an_exhaustive_search(budgets):
     assert (found.cost, *(run.fleet.num_gpus for run in found.runs)) == min(every)
     assert found.days_with_failures <= 8 < budgets[64].days
     assert cheapest_budget(recipe(), A100_FLEETS, 5, failures=FAILURES) is None
+
+
+def test_a_fleet_that_cannot_share_the_batches_is_named_and_not_chosen():
+    odd = replace(A100_FLEETS[0], num_gpus=24, name="odd", price_per_gpu_hour=0.01)
+    found = cheapest_budget(recipe(), [odd, A100_FLEETS[0]], 1000, failures=FAILURES)
+    assert found is not None
+    assert [run.fleet.num_gpus for run in found.runs] == [8, 8]
+    assert "24 GPUs cannot share" in format_budgets([make_budget(recipe(), [odd] * 2, failures=FAILURES)], FAILURES)
 
 
 def test_comparisons_of_the_write_ups(budgets):

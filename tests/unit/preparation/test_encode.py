@@ -346,7 +346,7 @@ def test_the_command(prepared: Path, tmp_path: Path) -> None:
     root = Path(__file__).parents[3]
     ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 2
-    assert ended.stderr.startswith("ConfigurationError: say what encodes: --config YAML, or --architecture")
+    assert ended.stderr.startswith("ConfigurationError: choose the model: --config YAML, or --architecture")
     command += ["--architecture", "tiny", "--device", "cpu", "--workers", "1"]
     ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 0, ended.stderr
