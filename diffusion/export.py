@@ -31,7 +31,7 @@ from diffusion.loading import Trained, read_trained
 from diffusion.models.architectures import ARCHITECTURES, build_network
 from diffusion.models.ldm_layout import single_file, unet_names
 from diffusion.models.lora import has_lora, kohya_layout, write_lora
-from diffusion.models.networks import Network, component_name
+from diffusion.models.networks import Network
 from diffusion.models.pretrained import (
     SCHEDULER_KEY,
     FrozenParts,
@@ -214,8 +214,7 @@ def _write_pipeline(folder: Path, trained: Trained) -> None:
         adapter = build_text_adapter(config.model.text_adapter, frozen.text_encoder)
         adapter.load_state_dict(trained.part("text_adapter"))
     if has_own_encoding(config.model):
-        is_masked = component_name(network) == "transformer"
-        write_prompt_encoder(folder, config.model, adapter, is_masked=is_masked)
+        write_prompt_encoder(folder, config.model, adapter)
     elif isinstance(adapter, TextAdapter):
         assert isinstance(frozen.text_encoder, CLIPTextModel)
         frozen = replace(frozen, text_encoder=with_adapter(frozen.text_encoder, adapter))

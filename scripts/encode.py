@@ -60,7 +60,7 @@ def parse() -> CommandParser:
     parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda (one GPU per process) if available")
     parser.add_argument("--workers", type=int, help="decoding processes per encoding process; default: one per "
                         "core, at most 4")  # fmt: skip
-    parser.add_argument("--processes", "--ray-workers", type=positive, help="encoding processes of this machine "
+    parser.add_argument("--processes", type=positive, help="encoding processes of this machine "
                         "(default: 1), or actors of --engine ray (default: all that fit); a GPU each")  # fmt: skip
     parser.add_argument("--engine", choices=[engine.value for engine in Engine], default=Engine.processes.value,
                         help="processes: of this machine or the launcher; ray: actors of the cluster of RAY_ADDRESS, "

@@ -173,7 +173,7 @@ class TrainerConfig:
     """Also keep the first checkpoint at or after each multiple of this time (`100000ba`); null: none."""
 
     autoresume: bool = True
-    """Continue from the newest complete checkpoint in the run folder."""
+    """Continue from the newest complete checkpoint in the run folder; false: begin anew, in a folder without any."""
 
     dist_timeout: float = bounded(600.0, above=0)
     """Timeout of collective operations, in seconds."""

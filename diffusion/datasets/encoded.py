@@ -102,7 +102,6 @@ def check_encoded(
     needs_logvar: bool,
     vae_identity: str | None = None,
     tokenizer_identity: str | None = None,
-    empty_ids: Sequence[int] | None = None,
     text_encoder_identity: str | None = None,
     score_names: Sequence[str] = (),
 ) -> None:
@@ -115,7 +114,6 @@ def check_encoded(
         needs_logvar: whether draws from the posterior are wanted.
         vae_identity: `module_identity` of the run's VAE.
         tokenizer_identity: identity of the run's tokenizer.
-        empty_ids: the run's ids [L] of the empty caption.
         text_encoder_identity: `module_identity` of the run's text encoder, where stored embeddings are to be used.
         score_names: scores that the run is conditioned on.
     """
@@ -126,7 +124,6 @@ def check_encoded(
         "VAE": (manifest.vae, vae_identity),
         "tokenizer": (manifest.tokenizer, tokenizer_identity),
         "scores": (", ".join(manifest.scores) or "none", ", ".join(score_names) or None),
-        "empty caption's ids": (manifest.empty_ids, None if empty_ids is None else [int(i) for i in empty_ids]),
     }
     differences = [
         f"{name}: {have} there, {want} here" for name, (have, want) in expected.items() if want not in (None, have)

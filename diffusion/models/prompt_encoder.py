@@ -31,21 +31,20 @@ def has_own_encoding(config: ModelConfig) -> bool:
     return config.text_encoder.chunks > 1 or config.text_encoder.path is not None
 
 
-def write_prompt_encoder(folder: Path, config: ModelConfig, adapter: Adapter | None, *, is_masked: bool) -> None:
+def write_prompt_encoder(folder: Path, config: ModelConfig, adapter: Adapter | None) -> None:
     """Write `text_adapter/` of an exported model.
 
     Args:
         folder: the export.
         config: section `model` of the configuration.
         adapter: the trained adapter, if there is one.
-        is_masked: whether the network takes a mask of the padding.
     """
     text, options = config.text_encoder, config.text_adapter
     settings = {
         "is_language_model": text.path is not None,
         "chunks": text.chunks,
         "max_tokens": text.max_tokens,
-        "is_masked": is_masked,
+        "is_masked": config.architecture.is_transformer,
         "adapter": None if options is None else asdict(options),
     }
     (folder / FOLDER).mkdir()

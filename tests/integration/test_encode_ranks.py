@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 OPTIONS = ["--architecture", "tiny", "--device", "cpu", "--workers", "1", "--batch-size", "4", "--text-embeddings",
            "--resolution", "32", "64"]  # fmt: skip
-RAY = ["--engine", "ray", "--ray-workers", "2"]
+RAY = ["--engine", "ray", "--processes", "2"]
 PROCESSES = [
     (0, []),
     (2, []),

@@ -141,7 +141,7 @@ def test_an_export_gives_the_images_of_generate(folders, tmp_path, kind, adapter
     model = build(config).eval()
     write_model(model, tmp_path, resolution=32)
     is_masked = architecture is Architecture.tiny_transformer
-    write_prompt_encoder(tmp_path, config, model.text_adapter, is_masked=is_masked)
+    write_prompt_encoder(tmp_path, config, model.text_adapter)
     pipeline = DiffusionPipeline.from_pretrained(tmp_path, local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
     latents = initial_latents(image_seeds(5, 1), (4, 8, 8), torch.device("cpu"))

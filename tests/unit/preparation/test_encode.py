@@ -277,7 +277,7 @@ def test_encoded_data_that_does_not_fit_a_run(prepared: Path, tmp_path: Path) ->
     manifest = run(prepared, tmp_path / "out", mean_only=True)
     fitting: dict[str, Any] = {
         "where": "data", "size": ImageSize(RESOLUTION, RESOLUTION), "needs_logvar": False,
-        "vae_identity": "vae-0", "tokenizer_identity": "tokenizer-0", "empty_ids": EMPTY_IDS,
+        "vae_identity": "vae-0", "tokenizer_identity": "tokenizer-0",
     }  # fmt: skip
     check_encoded(manifest, **fitting)
     for change, message in [
@@ -285,7 +285,6 @@ def test_encoded_data_that_does_not_fit_a_run(prepared: Path, tmp_path: Path) ->
         ({"tokenizer_identity": "t"}, "tokenizer: tokenizer-0 there, t here"),
         ({"size": ImageSize(64, 64)}, "resolution: 32 there, 64 here"),
         ({"size": ImageSize(32, 64)}, "resolution: 32 there, 32 x 64 here"),
-        ({"empty_ids": [1]}, r"empty caption's ids: \[0, 1, 2, 3, 4\] there, \[1\] here"),
         ({"needs_logvar": True}, "only the means are there, and objective.posterior is sample"),
     ]:
         with pytest.raises(DataError, match=f"data was not encoded for this run. .*{message}.*scripts/encode.py"):
