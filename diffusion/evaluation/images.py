@@ -5,7 +5,7 @@ import heapq
 import itertools
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,15 +114,15 @@ class PreparedSamples:
     def __len__(self) -> int:
         return (self._ends[-1] if self._ends else 0) - len(self._removed)
 
-    def sample(self, number: int) -> dict[str, Any]:
-        """Image, captions and key of a sample, as far as the data set has them.
+    def sample(self, number: int, columns: Collection[str] | None = None) -> dict[str, Any]:
+        """Read some columns of a sample, as far as the data set has them; all by default.
 
         Raises:
-            DataError: the shard is missing or damaged.
+            DataError: the shard is missing or damaged, or a column can hold code.
         """
         shard, inside = self._locate(number)
         folder, entry, _ = self._shards[shard]
-        decode = SampleDecoder(_layout(entry), ("image", "captions", "key"))
+        decode = SampleDecoder(_layout(entry), columns)
         with _explained(folder / stored_file(entry)["basename"]) as path:
             if entry["zip_data"] is None:
                 return decode(self._files.read(str(path), inside))
@@ -141,7 +141,7 @@ class PreparedSamples:
         if "captions" not in entry["column_names"]:
             return None
         if entry["zip_data"] is not None:
-            return self.sample(number)["captions"]
+            return self.sample(number, ["captions"])["captions"]
         with _explained(folder / entry["raw_data"]["basename"]) as path:
             return self._files.read_column(str(path), inside, _layout(entry), "captions")
 
@@ -209,7 +209,7 @@ def open_reference(config: ReferenceConfig) -> tuple[Images, str]:
 
 
 def _prepared_image(samples: PreparedSamples, index: int) -> Image.Image:
-    sample = samples.sample(index)
+    sample = samples.sample(index, ["image", "key"])
     if "image" not in sample:
         raise DataError("the data set has no images (is it encoded?): give the prepared one")
     return _decode(sample["image"], f"sample {sample.get('key', index)}")

@@ -147,9 +147,10 @@ def test_no_code_of_a_data_set_is_run(tmp_path):
             writer.write(
                 {"captions": ["one"] if name == "extra" else Run(tmp_path / "run"), "code": Run(tmp_path / "run")}
             )
-    assert PreparedSamples(tmp_path / "extra").sample(0) == {"captions": ["one"]}
-    with pytest.raises(DataError, match="pkl"):
-        read_prompts(tmp_path / "captions")
+    assert PreparedSamples(tmp_path / "extra").sample(0, ["captions"]) == {"captions": ["one"]}
+    for read in (read_prompts, lambda folder: PreparedSamples(folder).sample(0)):
+        with pytest.raises(DataError, match="pkl"):
+            read(tmp_path / "captions")
     assert not (tmp_path / "run").exists()
 
 
