@@ -53,6 +53,6 @@ class Steps:
         start = time.monotonic()
         environment = {**os.environ, "TQDM_MININTERVAL": "2"}
         if code := subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode:
-            raise UserError(f"step '{name}' ended with exit code {code}; correct it and run the demo again")
+            raise UserError(f"step '{name}' ended with exit code {code}; see its message, and run the demo again")
         self.done[name] = {"command": shown, "seconds": time.monotonic() - start}
         self.log.write_text(json.dumps(self.done, indent=2))

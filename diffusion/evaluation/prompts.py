@@ -74,11 +74,11 @@ def _table_prompts(path: Path, column: str | None, category_column: str | None) 
     with path.open(encoding="utf-8-sig", newline="") as file:
         # Prompts of PartiPrompts have unbalanced quotation marks, so a .tsv has no quoting.
         dialect = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
-        rows = list(csv.DictReader(file, **dialect))
+        reader = csv.DictReader(file, **dialect)
+        rows, names = list(reader), list(reader.fieldnames or ())
     for number, row in enumerate(rows, start=1):
-        if None in row:
-            raise ConfigurationError(f"{path}: row {number} has more cells than columns; put quotes around its commas")
-    names = list(rows[0]) if rows else []
+        if any(row.get(None) or ()):  # Empty cells do no harm.
+            raise ConfigurationError(f"{path}: row {number} has more cells than columns; quote commas, remove tabs")
     text = _find_column(column, PROMPT_COLUMNS, names)
     if text is None:
         raise ConfigurationError(f"{path} has no column {column or 'Prompt'}: its columns are {', '.join(names)}")

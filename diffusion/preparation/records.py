@@ -15,6 +15,10 @@ class OutdatedError(DataError):
     """What was listed or scanned is not what sources and settings say now; `--overwrite` prepares it again."""
 
 
+class NothingKeptError(DataError):
+    """All images of a data set are rejected."""
+
+
 class Reason(str, Enum):
     """Why an image was rejected; the value is the name in metadata and manifests. Filters add names of their own."""
 
@@ -183,10 +187,6 @@ def record_of_files(
         return Rejected(key, Reason.MISSING_IMAGE, location, detail)
     rest = {name: metadata[name] for name in metadata if name not in ("captions", "caption", "text")}
     return make_record(key, image, _captions(text, metadata), rest, location)
-
-
-class NothingKeptError(DataError):
-    """All images of a data set are rejected."""
 
 
 def not_successful(key: str, status: Any, metadata: Mapping[str, Any], location: Location) -> Rejected:

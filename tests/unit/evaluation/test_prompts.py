@@ -97,6 +97,8 @@ def test_prompts_of_tables_and_lists(tmp_path):
     bench.write_text("Prompts\na car\na dog, a cat\n")
     with pytest.raises(ConfigurationError, match="row 2 has more cells"):
         read_prompts(bench)
+    bench.write_text("Prompts\na car,\n")
+    assert read_prompts(bench) == [Prompt(text="a car")]
 
 
 def test_captions_and_images_of_a_prepared_data_set(shapes):
