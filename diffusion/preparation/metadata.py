@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 def hash_key(key: str) -> str:
     """Return the hash of a key as `removed.json` holds it: xxh3_128, in hexadecimal."""
-    return xxhash.xxh3_128_hexdigest(key)
+    return xxhash.xxh3_128_hexdigest(key.encode())
 
 
 def removed_row(row: Mapping[str, Any], partition_file: str) -> dict[str, Any]:

@@ -374,7 +374,11 @@ class Scanner:
         return tuple(read_table(uri)["item"].to_pylist())
 
     def _row(self, item: Record | Rejected, partition: Partition) -> dict[str, Any]:
-        row: dict[str, Any] = {"key": item.key, "key_hash": xxhash.xxh3_64_intdigest(item.key), **vars(item.location)}
+        row: dict[str, Any] = {
+            "key": item.key,
+            "key_hash": xxhash.xxh3_64_intdigest(item.key.encode()),
+            **vars(item.location),
+        }
         if hash_key(item.key) in self._removed:
             return removed_row(row, partition.file)
         reason, detail = (item.reason, item.detail) if isinstance(item, Rejected) else ("", "")

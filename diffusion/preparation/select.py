@@ -139,7 +139,7 @@ def splitmix64(key_hash: NDArray[np.uint64], seed: int, purpose: str) -> NDArray
     Returns:
         uint64 [N].
     """
-    bits = key_hash + np.uint64(xxhash.xxh3_64_intdigest(f"{purpose} {seed}"))
+    bits = key_hash + np.uint64(xxhash.xxh3_64_intdigest(f"{purpose} {seed}".encode()))
     bits = (bits ^ bits >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ bits >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return bits ^ bits >> np.uint64(31)
@@ -241,12 +241,16 @@ def _identity(out: str, config: PrepareConfig, scan: "Scan", earlier: Sequence[S
         if Path(name).name in names:
             listed.setdefault(Path(name).parent.name, []).append(name)
     record = read_scores_record(out)
-    digests = {column: xxhash.xxh3_128_hexdigest(json.dumps(record[column], sort_keys=True)) for column in record}
+    digests = {column: _hash_json(record[column]) for column in record}
     for column in listed.keys() - digests.keys():  # Of another tool.
         digests[column] = _digest(storage.join(out, SCORES, name) for name in listed[column])
     scores = {column: (len(files), digests[column]) for column, files in listed.items()}
     made_of = [_settings(config), [one.identity for one in earlier], scan.settings, places, files, scores]
-    return xxhash.xxh3_128_hexdigest(json.dumps(made_of, sort_keys=True))
+    return _hash_json(made_of)
+
+
+def _hash_json(value: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
 def _digest(uris: Iterable[str]) -> str:

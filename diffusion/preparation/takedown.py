@@ -203,7 +203,7 @@ def _find_rows(dataset: str, keys: Collection[str], *, marked: bool = False) -> 
     """Find images by their keys, and those that are marked and not erased yet: key by partition and row."""
     if not keys and not marked:
         return {}
-    hashes = np.array([xxhash.xxh3_64_intdigest(key) for key in keys], np.uint64)
+    hashes = np.array([xxhash.xxh3_64_intdigest(key.encode()) for key in keys], np.uint64)
 
     def find(name: str) -> dict[int, str]:
         with storage.open_file(storage.join(dataset, METADATA, name), buffer_bytes=0) as file:

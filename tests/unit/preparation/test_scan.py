@@ -81,7 +81,7 @@ def test_what_is_known_of_an_image(folder, out):
     assert len(rows) == 14
     row = rows["set/turned.jpg"]
     assert (row["width"], row["height"], row["format"], row["bytes"]) == (20, 40, "jpeg", len(turned))
-    assert row["key_hash"] == xxhash.xxh3_64_intdigest("set/turned.jpg")
+    assert row["key_hash"] == xxhash.xxh3_64_intdigest(b"set/turned.jpg")
     assert row["xxh128"] == xxhash.xxh3_128_hexdigest(turned)
     assert row["phash"] == perceptual_hash(decode_reduced(turned, REDUCED_SIDE).image)
     assert row["captions"] == ["Grüße"]
@@ -272,7 +272,7 @@ def test_damaged_scan(out, content):
 
 def remove(out: Path, *keys: str) -> None:
     out.mkdir(exist_ok=True)
-    (out / REMOVED).write_text(json.dumps([xxhash.xxh3_128_hexdigest(key) for key in keys]))
+    (out / REMOVED).write_text(json.dumps([xxhash.xxh3_128_hexdigest(key.encode()) for key in keys]))
 
 
 def test_removed_images_leave_no_trace(folder, out, tmp_path):
@@ -282,7 +282,9 @@ def test_removed_images_leave_no_trace(folder, out, tmp_path):
     remove(out, "set/0004.png", "x.tar/1")
     scan([folder, tar], out, partition_size=4)
     rows = [row for row in rows_of(out) if row["reason"] == "removed"]
-    assert [row["key_hash"] for row in rows] == [xxhash.xxh3_64_intdigest(key) for key in ("set/0004.png", "x.tar/1")]
+    assert [row["key_hash"] for row in rows] == [
+        xxhash.xxh3_64_intdigest(key.encode()) for key in ("set/0004.png", "x.tar/1")
+    ]
     for row in rows:
         assert {name for name, value in row.items() if value} <= {"key_hash", "file", "version", "reason"}
     words = (b"0004.png", b"secret", b"here 1", b"x.tar/1", xxhash.xxh3_128_hexdigest(noise(40, 40, 1)).encode())
