@@ -1,6 +1,6 @@
 """How fast it is: training steps, and the way of the data beside its limits.
 
-    python -m benchmarks plan [1] [2] [3] [4] --out FOLDER      # the first 40 minutes on a GPU, in four calls
+    python -m benchmarks plan [1] [2] [3] [4] --out FOLDER      # the first hour on a GPU, call by call
     python -m benchmarks step --out FOLDER                      # the Trainer, and the parts of its step
     composer -n 8 -m benchmarks step trainer.parallelism=fsdp   # on several GPUs
     python -m benchmarks load open prepare [--quick]

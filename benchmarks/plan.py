@@ -1,4 +1,4 @@
-"""Which rows there are: the plan for the first 40 minutes on a GPU, and the parts of `benchmarks/__main__.py`."""
+"""Which rows there are: the plan for the first hour on a GPU, and the parts of `benchmarks/__main__.py`."""
 
 import functools
 import os
@@ -48,7 +48,7 @@ class Benchmark:
     # The plan
 
     def call(self, number: int) -> list[Row]:
-        """Rows of one of the plan's four calls."""
+        """Rows of one of the plan's four parts."""
         return (self._correctness, self._large, self._small, self._parity)[number - 1]()
 
     def _correctness(self) -> list[Row]:
@@ -143,7 +143,7 @@ class Benchmark:
         """The Trainer's step with a microbatch per rank."""
         name = "/".join(filter(None, (f"trainer/{resolution}/{size}", name)))
         run = self._run(resolution, size * dist.get_world_size(), [*self.overrides, *overrides])
-        return self._row(name, steps.measure_trainer, 90, **run, **self.blocks)
+        return self._row(name, steps.measure_trainer, 200, **run, **self.blocks)
 
     def parts(self, resolution: int, size: int) -> Row:
         """The parts of the Trainer's step."""
@@ -172,6 +172,7 @@ def _measure(
 ) -> dict[str, Any]:
     """Measure with TF32 as the row says; Composer's device for GPUs switches it on."""
     if device.type == "cuda":
+        torch.cuda.init()
         torch.cuda.reset_peak_memory_stats(device)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     result = measure(device, **parameters)
@@ -189,5 +190,5 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         return {"device": f"{os.cpu_count()} x {name}, {torch.get_num_threads()} threads", "type": "cpu", **found}
     pynvml.nvmlInit()
     found |= {"device": pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)), "type": "cuda"}
-    found |= {"cuda": cuda_version, "cudnn": torch.backends.cudnn.version(), "triton": version("triton")}
+    found |= {"cuda": cuda_version, "cudnn": torch._C._cudnn.getVersionInt(), "triton": version("triton")}
     return {**found, "driver": pynvml.nvmlSystemGetDriverVersion()}

@@ -51,6 +51,7 @@ class ResidentLatents(Dataset):
         self.logvar = torch.full(shape[1:], -8.0).half()
         size = (NUM_DIFFERENT, spec.max_tokens)
         self.token_ids = torch.randint(spec.text_encoder["vocab_size"], size, generator=generator)
+        self.placement = torch.tensor([resolution, resolution, 0, 0, resolution, resolution])
 
     def __len__(self) -> int:
         return 4096
@@ -60,6 +61,7 @@ class ResidentLatents(Dataset):
             BatchKey.LATENT_MEAN.value: self.means[index % NUM_DIFFERENT],
             BatchKey.LATENT_LOGVAR.value: self.logvar,
             BatchKey.TOKEN_IDS.value: self.token_ids[index % NUM_DIFFERENT],
+            BatchKey.PLACEMENT.value: self.placement,
             BatchKey.SAMPLE.value: torch.tensor(index),
         }
 
@@ -288,7 +290,7 @@ class SynchronisationWatch(Callback):
         return {"num_warnings": self.calls.total(), "lines": dict(self.calls.most_common())}
 
     def _record(self, message: Warning | str, *rest: Any) -> None:
-        if "synchronizing" not in str(message):
+        if "called a synchronizing" not in str(message):
             return
         stack = [frame for frame in traceback.extract_stack() if not _INNER.search(frame.filename)]
         line = stack[-1] if stack else traceback.extract_stack()[0]

@@ -14,7 +14,9 @@ Line = dict[str, Any]
 MLPERF_IMAGES_PER_SECOND = 149.5
 """Of one H200 at 512 px, text and latents computed beforehand: the best of MLPerf Training 5.0."""
 
-NOT_MEASURED = "Not measured on a GPU yet: `python -m benchmarks plan --out runs/benchmark` does it in 40 minutes."
+ADDED = ("peak_bytes", "reserved_bytes", "tf32_at_the_end")
+
+NOT_MEASURED = "Not measured on a GPU yet: `python -m benchmarks plan --out runs/benchmark` does it in an hour."
 
 
 def write_tables(files: Sequence[Path], pages: Sequence[Path]) -> None:
@@ -58,8 +60,14 @@ def _all(lines: list[Line]) -> list[str]:
         texts.append(markdown_table(["ms of the Trainer's step", *parts[0]["result"]["parts"]], rows))
     texts += _losses(_of_kind(lines, "losses"))
     shown = {id(line) for line in _of_kind(lines, "step", "trainer", "parts", "losses")}
-    others = [list(format_line(line).partition(": ")[::2]) for line in lines if id(line) not in shown]
+    others = [list(format_line(_brief(line)).partition(": ")[::2]) for line in lines if id(line) not in shown]
     return [*texts, markdown_table(["row", "found"], others)] if others else texts
+
+
+def _brief(line: Line) -> Line:
+    """A row without what `benchmarks/plan.py` adds to each."""
+    result = {key: value for key, value in line.get("result", {}).items() if key not in ADDED}
+    return {**line, "result": result}
 
 
 def _summary(lines: list[Line]) -> list[str]:

@@ -76,7 +76,9 @@ class WatchSynchronisations(Callback):
         if state.timestamp.batch.value == END:
             torch.cuda.set_sync_debug_mode("default")
             self.caught.__exit__(None, None, None)
-            synchronising = [caught for caught in self.messages or [] if "synchroniz" in str(caught.message)]
+            synchronising = [
+                caught for caught in self.messages or [] if "called a synchronizing" in str(caught.message)
+            ]
             type(self).found = [f"{caught.filename}:{caught.lineno}" for caught in synchronising]
 
 
