@@ -30,6 +30,13 @@ log = logging.getLogger(__name__)
 PROGRESS_SECONDS = 30.0
 """Least time between two progress lines."""
 
+PROGRESS = {
+    TRAIN_LOSS: "loss %.4g",
+    "throughput/batches_per_sec": "%.3g steps/s",
+    "time/remaining_estimate": "%.1f h left",
+}
+"""What a progress line says of the numbers that are known."""
+
 
 class TensorBoardLogger(LoggerDestination):
     """Write numbers and images on rank 0 to one event file per start, which hides later points of earlier starts."""
@@ -182,9 +189,5 @@ class ProgressLines(LoggerDestination):
         elapsed = state.get_elapsed_duration()
         if dist.get_global_rank() != 0 or elapsed is None:
             return
-        numbers = (TRAIN_LOSS, "throughput/batches_per_sec", "time/remaining_estimate")
-        loss, speed, hours = (self._numbers.get(name, float("nan")) for name in numbers)
-        log.info(
-            "step %d (%.1f %%): loss %.4g, %.3g steps/s, %.1f h left",
-            state.timestamp.batch.value, 100 * elapsed.value, loss, speed, hours,
-        )  # fmt: skip
+        known = ", ".join(text % self._numbers[name] for name, text in PROGRESS.items() if name in self._numbers)
+        log.info("step %d (%.1f %%): %s", state.timestamp.batch.value, 100 * elapsed.value, known)

@@ -93,18 +93,19 @@ def test_an_error_of_wandb_is_reported_once_with_its_key(server, tmp_path: Path,
     assert "Traceback" not in job.output
 
 
+def at(step: int) -> Any:
+    """State of a run of 1,000 steps."""
+    share = SimpleNamespace(value=step / 1000)
+    return SimpleNamespace(
+        timestamp=SimpleNamespace(batch=SimpleNamespace(value=step)), get_elapsed_duration=lambda: share
+    )
+
+
 def test_progress_lines_come_now_and_then(monkeypatch, caplog) -> None:
     caplog.set_level(logging.INFO)
     now = 0.0
     monkeypatch.setattr(loggers.time, "monotonic", lambda: now)
     lines, log = ProgressLines(), SimpleNamespace()
-
-    def at(step: int) -> Any:
-        share = SimpleNamespace(value=step / 1000)
-        return SimpleNamespace(
-            timestamp=SimpleNamespace(batch=SimpleNamespace(value=step)), get_elapsed_duration=lambda: share
-        )
-
     for step in range(101, 161):
         now += 1.0
         lines.log_metrics({TRAIN_LOSS: 0.5}, step - 1)
@@ -113,3 +114,11 @@ def test_progress_lines_come_now_and_then(monkeypatch, caplog) -> None:
     lines.fit_end(at(160), log)  # pyright: ignore[reportArgumentType]
     assert len(caplog.messages) == 3
     assert caplog.messages[1] == "step 160 (16.0 %): loss 0.5, 1 steps/s, 0.2 h left"
+
+
+def test_a_run_that_is_too_short_for_a_speed_shows_its_loss(caplog) -> None:
+    caplog.set_level(logging.INFO)
+    lines = ProgressLines()
+    lines.log_metrics({TRAIN_LOSS: 0.5}, 5)
+    lines.fit_end(at(6), SimpleNamespace())  # pyright: ignore[reportArgumentType]
+    assert caplog.messages == ["step 6 (0.6 %): loss 0.5"]
