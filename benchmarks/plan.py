@@ -190,5 +190,6 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         return {"device": f"{os.cpu_count()} x {name}, {torch.get_num_threads()} threads", "type": "cpu", **found}
     pynvml.nvmlInit()
     found |= {"device": pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)), "type": "cuda"}
-    found |= {"cuda": cuda_version, "cudnn": torch._C._cudnn.getVersionInt(), "triton": version("triton")}
+    cudnn: Any = torch.backends.cudnn
+    found |= {"cuda": cuda_version, "cudnn": cudnn._cudnn.getVersionInt(), "triton": version("triton")}
     return {**found, "driver": pynvml.nvmlSystemGetDriverVersion()}

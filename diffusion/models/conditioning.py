@@ -114,7 +114,8 @@ def encode_tokens(
     chunks = token_ids.reshape(len(token_ids) * num_chunks, -1)
     if before_norm:
         encoded: Any = text_encoder(chunks, output_hidden_states=True)
-        states = encoded.hidden_states or [text_encoder.embeddings(chunks)]  # transformers 5 has none without layers.
+        # transformers 5 has none without layers.
+        states = encoded.hidden_states or [text_encoder.get_submodule("embeddings")(chunks)]
         hidden, pooled = states[-1], encoded.pooler_output
     else:
         hidden, pooled = text_encoder(chunks)[:2]
