@@ -17,8 +17,8 @@ from torch import nn
 
 from diffusion.models.fast.norms import FusedGroupNorm
 
-MAX_GRAPHS = 256
-"""Largest number of graphs of one function: shapes of the blocks times sizes of images."""
+MAX_GRAPHS = 4096
+"""Largest number of graphs of one function: blocks of a kind times sizes of images."""
 
 RECOMPUTE = {"realize_reads_threshold": 16, "realize_acc_reads_threshold": 32, "realize_opcount_threshold": 100}
 """Options of Inductor: each kernel of the backward pass recomputes the normalised values. By default, one kernel writes

@@ -16,6 +16,9 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
+from diffusion.config.checks import is_location
+from diffusion.config.data import image_sizes
+from diffusion.config.loading import load_config
 from diffusion.config.model import AttentionBackend, Compilation, PerformanceConfig
 from diffusion.config.training import Device, TrainerConfig
 from diffusion.config.training import Precision as TrainPrecision
@@ -25,6 +28,7 @@ from diffusion.models import fast
 from diffusion.models.architectures import STABLE_DIFFUSION_2, TINY, with_seed
 from diffusion.models.fast import compilation
 from diffusion.models.fast.norms import use_low_precision_norms
+from diffusion.planning.memory import meta_network
 from diffusion.sharding import fsdp_config, set_last_microbatch
 
 SHRUNK = {"block_out_channels": (16, 32, 32, 32), "attention_head_dim": (2, 4, 4, 4), "cross_attention_dim": 16}
@@ -335,6 +339,14 @@ def test_compiles_without_breaks_and_once(traced, process_group, what):
     with torch.no_grad():
         loss_of(unet, batch(3, 8))
     assert num_graphs() == numbers[0], "evaluation and sampling run as they are"
+
+
+@pytest.mark.parametrize("name", ["phase3", "sdxl_1024"])
+def test_no_recipe_has_more_graphs_than_may_be_compiled(name):
+    config = load_config(f"yamls/{name}.yaml", may_miss=is_location)
+    kinds = Counter(map(type, compilation.find_blocks(meta_network(config.model))))
+    sizes = image_sizes(config.data.streams, config.data.resolution)
+    assert len(sizes) * max(kinds.values()) <= compilation.MAX_GRAPHS
 
 
 def test_compiled_blocks_can_be_checkpointed(traced):
