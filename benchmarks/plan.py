@@ -26,6 +26,9 @@ STOCK = [
 
 EAGER = ["performance.compilation=none"]
 
+COMPILED = 200
+"""Seconds of a row that compiles Stable Diffusion 2."""
+
 
 class Benchmark:
     """Makes the rows for a device: Stable Diffusion 2 on a GPU; the tiny architecture and smaller batches on a CPU.
@@ -48,7 +51,7 @@ class Benchmark:
     # The plan
 
     def call(self, number: int) -> list[Row]:
-        """Rows of one of the plan's four parts."""
+        """Rows of one of the plan's four calls."""
         return (self._correctness, self._large, self._small, self._parity)[number - 1]()
 
     def _correctness(self) -> list[Row]:
@@ -64,12 +67,12 @@ class Benchmark:
             overrides, stock = ([f"trainer.precision={precision}", *each] for each in (options, STOCK))
             size = {"architecture": self.architecture, "resolution": self.small, "batch_size": 2}
             measure = first_contact.measure_precision
-            rows.append(self._row(f"precision/{name}", measure, 60, **size, stock=stock, overrides=overrides))
+            rows.append(self._row(f"precision/{name}", measure, COMPILED, **size, stock=stock, overrides=overrides))
         side = self.large // 8
         for number in (1, 5, 64):
             settings: dict[str, Any] = {"num_samples": number, "shape": [4, side, side]}
             rows.append(self._row(f"normals/{number}", first_contact.measure_normals, 15, **settings))
-        rows.append(self._row("synchronisations", steps.measure_synchronisations, 60, **toy))
+        rows.append(self._row("synchronisations", steps.measure_synchronisations, 80, **toy))
         for backend in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION") if self.is_gpu else ("MATH",):
             for keys in (side**2, 77):
                 size = {"batch_size": self._divided(64), "num_heads": 5, "num_queries": side**2, "num_keys": keys}
@@ -85,7 +88,7 @@ class Benchmark:
         for name, options in kinds.items():
             run = self._run(self.large, size, [*options, self.precision])
             name = f"step/{self.large}/{size}/{word} {name}"
-            rows.append(self._row(name, steps.measure_loop, 90, **run, **self.blocks, num_kernels=30))
+            rows.append(self._row(name, steps.measure_loop, COMPILED, **run, **self.blocks, num_kernels=30))
         return [*rows, self.trainer(self.large, size), self.parts(self.large, size)]
 
     def _small(self) -> list[Row]:
@@ -111,9 +114,9 @@ class Benchmark:
         rows = []
         for name, (overrides, tf32) in kinds.items():
             run = self._run(self.small, size, overrides) | {"tf32": tf32, "num_steps": 3 if self.quick else 100}
-            rows.append(self._row(f"losses/{self.small}/{size}/{name}", steps.measure_losses, 100, **run))
+            rows.append(self._row(f"losses/{self.small}/{size}/{name}", steps.measure_losses, COMPILED, **run))
         run = self._run(self.small, few, self.overrides)
-        rows.append(self._row("stall", steps.measure_stall, 100, **run, num_steps=6 if self.quick else 40))
+        rows.append(self._row("stall", steps.measure_stall, COMPILED, **run, num_steps=6 if self.quick else 40))
         run = self._run(self.large, 8, ["trainer.precision=fp32"])
         number = 2 if self.quick else 50
         return [*rows, self._row("samples", first_contact.measure_samples, 40, **run, num_inference_steps=number)]
@@ -143,7 +146,7 @@ class Benchmark:
         """The Trainer's step with a microbatch per rank."""
         name = "/".join(filter(None, (f"trainer/{resolution}/{size}", name)))
         run = self._run(resolution, size * dist.get_world_size(), [*self.overrides, *overrides])
-        return self._row(name, steps.measure_trainer, 200, **run, **self.blocks)
+        return self._row(name, steps.measure_trainer, COMPILED, **run, **self.blocks)
 
     def parts(self, resolution: int, size: int) -> Row:
         """The parts of the Trainer's step."""

@@ -15,8 +15,9 @@ MLPERF_IMAGES_PER_SECOND = 149.5
 """Of one H200 at 512 px, text and latents computed beforehand: the best of MLPerf Training 5.0."""
 
 ADDED = ("peak_bytes", "reserved_bytes", "tf32_at_the_end")
+"""What `benchmarks/plan.py` adds to each row."""
 
-NOT_MEASURED = "Not measured on a GPU yet: `python -m benchmarks plan --out runs/benchmark` does it in an hour."
+NOT_MEASURED = "Not measured on a GPU yet: `python -m benchmarks plan --out runs/benchmark` takes about an hour."
 
 
 def write_tables(files: Sequence[Path], pages: Sequence[Path]) -> None:
@@ -65,7 +66,7 @@ def _all(lines: list[Line]) -> list[str]:
 
 
 def _brief(line: Line) -> Line:
-    """A row without what `benchmarks/plan.py` adds to each."""
+    """A row without `ADDED`."""
     result = {key: value for key, value in line.get("result", {}).items() if key not in ADDED}
     return {**line, "result": result}
 
