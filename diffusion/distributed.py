@@ -115,11 +115,11 @@ def gather(value: T) -> list[T]:
 
 
 def map_on_ranks(num: int, step: Callable[[int], T], label: str) -> list[T]:
-    """Call a step with 0 to `num` - 1, rank r with r, r + world size, and so on; collective.
+    """Call a step with 0 to `num` - 1, rank r with r, r + world size, and so on, and fail together; collective.
 
     Args:
         num: number of calls.
-        step: returns a result that does not depend on the rank.
+        step: returns a result that does not depend on the rank; no collective operation.
         label: label of the progress bar.
 
     Returns:
@@ -128,7 +128,8 @@ def map_on_ranks(num: int, step: Callable[[int], T], label: str) -> list[T]:
     from tqdm.auto import tqdm
 
     numbers = range(rank(), num, world_size())
-    own = {number: step(number) for number in tqdm(numbers, desc=label, disable=not is_first_rank(), leave=False)}
+    progress = tqdm(numbers, desc=label, disable=not is_first_rank(), leave=False)
+    own = agree(lambda: {number: step(number) for number in progress})
     results = {number: result for part in gather(own) for number, result in part.items()}
     return [results[number] for number in sorted(results)]
 

@@ -352,8 +352,10 @@ def _data(config: Config, prepared: Path | None) -> str:
 def _evaluations(trained: Trained) -> str:
     """Write a table for each evaluation of these weights, with the protocols of its numbers."""
     checkpoint = trained.path.resolve()
+    is_in_run = checkpoint.parent.name == "checkpoints"
+    run = checkpoint.parent.parent if is_in_run else Path(trained.config.output_folder).expanduser().resolve()
     by_folder: dict[Path, list[Result]] = {}
-    for file in find_results(checkpoint.parent.parent.parent):
+    for file in find_results(run.parent):
         try:
             result = Result.read(file)
         except DataError as error:

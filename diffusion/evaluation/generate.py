@@ -23,7 +23,7 @@ from diffusion.checkpointing.layout import batch_of
 from diffusion.config.model import Sampler
 from diffusion.distributed import barrier, is_first_rank, on_first_rank, rank, world_size
 from diffusion.ema.posthoc import AVERAGE_SUFFIX
-from diffusion.errors import ConfigurationError, MachineError, first_line
+from diffusion.errors import ConfigurationError, DataError, MachineError, first_line
 from diffusion.evaluation.config import SamplingConfig
 from diffusion.evaluation.prompts import Prompt, write_listing
 from diffusion.evaluation.protocol import content_hash, difference, text_hash
@@ -256,16 +256,23 @@ def checkpoint_models(checkpoint: Path, weights: Sequence[str]) -> list[Evaluate
     ]
 
 
+class WeightsError(DataError):
+    """The weights to evaluate are damaged, missing in the checkpoint, or not finite."""
+
+
 def load_generator(model: EvaluatedModel, device: torch.device) -> Generator:
     """Load the generator of a model.
 
     Raises:
         ConfigurationError: weights are missing, or do not fit.
-        DataError: the checkpoint is damaged, or lacks the average.
+        WeightsError: the checkpoint is damaged, or lacks the average.
     """
     if is_pipeline(model.path):
         return PipelineGenerator(Path(model.path), device)
-    return CheckpointGenerator(load_model(model.path, weights=model.weights or "raw"), device)
+    try:
+        return CheckpointGenerator(load_model(model.path, weights=model.weights or "raw"), device)
+    except DataError as error:
+        raise WeightsError(str(error)) from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ from diffusion.config.schema import Config
 from diffusion.datasets.batch import BatchKey, num_samples
 from diffusion.datasets.loader import ValidationDataset, validation_dataset, validation_loader
 from diffusion.distributed import agree, is_first_rank, rank, world_size
-from diffusion.errors import ConfigurationError, DataError
-from diffusion.evaluation.generate import CheckpointGenerator, EvaluatedModel, Generator
+from diffusion.errors import ConfigurationError
+from diffusion.evaluation.generate import CheckpointGenerator, EvaluatedModel, Generator, WeightsError
 from diffusion.evaluation.protocol import VALIDATION_LOSS, VERSION, Number
 from diffusion.loading import load_config_of
 from diffusion.models.latent_diffusion import Batch, LatentDiffusion, squared_error
@@ -37,7 +37,8 @@ def validation_losses(evaluated: EvaluatedModel, generator: Generator) -> dict[s
 
     Raises:
         ConfigurationError: the model is no checkpoint of a run with validation data.
-        DataError: the data is missing or damaged, or a loss is not finite.
+        DataError: the data is missing or damaged.
+        WeightsError: a loss is not finite.
     """
     if not isinstance(generator, CheckpointGenerator):
         raise ConfigurationError(
@@ -50,20 +51,18 @@ def validation_losses(evaluated: EvaluatedModel, generator: Generator) -> dict[s
     metrics: Any = model.get_metrics()
     assert config.validation is not None
     loader = validation_loader(dataset, config.validation, config.data, rank=rank(), num_ranks=world_size())
-    is_finite = True
-    with torch.no_grad():
+
+    @torch.no_grad()
+    def measure() -> None:
         for batch in tqdm(loader, desc="validation loss", disable=not is_first_rank(), leave=False):
             outputs = model.eval_forward({key: value.to(generator.device) for key, value in batch.items()})
             error = squared_error(outputs).cpu()
-            is_finite &= bool(error.isfinite().all())
+            if not error.isfinite().all():
+                raise WeightsError(f"{evaluated.path}: a validation loss is not finite; its weights are of no use")
             for metric in metrics.values():
                 metric.add(error, batch, outputs.timesteps.cpu())
 
-    def check() -> None:
-        if not is_finite:
-            raise DataError(f"{evaluated.path}: a validation loss is not finite; its weights are of no use")
-
-    agree(check)
+    agree(measure)
     values = {name: metric.compute().item() for name, metric in metrics.items()}
     protocol = {
         "version": VERSION,

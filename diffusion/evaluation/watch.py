@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from diffusion.distributed import barrier, is_first_rank, on_first_rank, start_p
 from diffusion.errors import DataError, MachineError
 from diffusion.evaluation.config import EvaluationConfig, run_label
 from diffusion.evaluation.evaluate import Evaluation, write_table
-from diffusion.evaluation.generate import checkpoint_models
+from diffusion.evaluation.generate import WeightsError, checkpoint_models
 from diffusion.evaluation.protocol import Result, read_results
 from diffusion.files import read_json, write_json
 from diffusion.loading import load_config_of
@@ -143,7 +143,9 @@ class Watcher:
             def record() -> None:
                 assert lease is not None
                 lease.renew()  # After a suspension of this process another watcher may have taken it over.
-                config = load_config_of(copy) if skipped is None else None
+                config = None
+                with suppress(DataError):  # It is skipped.
+                    config = load_config_of(copy) if copy.exists() else None
                 remove_copy(copy)  # Before the record: what is recorded is not looked at again.
                 run.record(name, skipped, config)
 
@@ -157,8 +159,8 @@ class Watcher:
         models = checkpoint_models(copy, self.config.weights)
         for model in models:
             try:
-                evaluation.evaluate(replace(model, origin=f"{run.uri.rstrip('/')}/{name}"))
-            except DataError as error:
+                evaluation.evaluate(replace(model, origin=f"{locate(run.uri)[1].rstrip('/')}/{name}"))
+            except WeightsError as error:
                 # An average may not have started yet; the other weights are evaluated.
                 log.warning("%s of %s: %s", model.weights, name, error)
                 problems.append(str(error))
@@ -187,7 +189,7 @@ class Entry:
     """Process of the watcher."""
 
     run_name: str | None
-    """Name, group and output folder in the run's configuration; None if it was skipped."""
+    """Name, group and output folder in the run's configuration; None if it was removed or is damaged."""
 
     group: str | None
     output_folder: str | None
@@ -281,7 +283,7 @@ class WatchedRun:
         Args:
             name: the checkpoint.
             skipped: why it was skipped.
-            config: configuration of the run; None if it was skipped.
+            config: configuration of the run; None if the checkpoint was removed or is damaged.
         """
         step = step_of(name)
         entry = Entry(

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from diffusion import distributed
-from diffusion.distributed import StepFailedElsewhereError, agree, broadcast, gather, num_cores, on_first_rank
+from diffusion.distributed import (
+    StepFailedElsewhereError,
+    agree,
+    broadcast,
+    gather,
+    map_on_ranks,
+    num_cores,
+    on_first_rank,
+)
 from diffusion.errors import ConfigurationError, DataError, MachineError, UserError
 
 NUM_RANKS = 2
@@ -82,6 +90,15 @@ def test_all_ranks_fail_together(tmp_path, errors, expected):
         agree(lambda: agree(lambda: fail(errors[rank]) if rank in errors else None))
 
     assert on_ranks(tmp_path, step) == expected
+
+
+@pytest.mark.world_size(2)
+def test_ranks_share_the_calls_of_a_step_and_fail_together(tmp_path):
+    def step(rank: int) -> list[int]:
+        assert map_on_ranks(5, lambda number: number * 10, "tens") == ([0, 10, 20, 30, 40] if rank == 0 else [])
+        return map_on_ranks(5, lambda number: fail(DataError("x")) if number == 3 else number, "one fails")
+
+    assert on_ranks(tmp_path, step) == [(DataError, "rank 1 of 2: x")] * 2
 
 
 def test_a_single_process_needs_no_group(monkeypatch):

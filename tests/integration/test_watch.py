@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from diffusion.evaluation.watch import LEDGER, read_ledger
+from diffusion.storage import is_url
 from tests.tools.evaluation_toys import write_images, write_prompts
 from tests.tools.logged_points import tensorboard_points, wandb_rows
 from tests.tools.s3_server import s3_process
@@ -97,7 +98,7 @@ def test_numbers_stand_at_the_steps_of_training(watched):
     name = "evaluation/raw/cfg1/frechet_random-4"
     result = json.loads((output / "results" / "ep0-ba4-raw-cfg1.json").read_text())
     assert rows[1][name] == result["numbers"]["frechet_random-4"]["value"]
-    assert result["path"] == f"{uri}/ep0-ba4"
+    assert result["path"] == (f"{uri}/ep0-ba4" if is_url(uri) else f"{uri}/checkpoints/ep0-ba4")
 
 
 def test_writers_never_meet_and_write_no_point_twice(watched):
@@ -111,3 +112,21 @@ def test_writers_never_meet_and_write_no_point_twice(watched):
     rows = [row for path in folders[-1].glob("*.wandb") for row in wandb_rows(path)]
     assert [row["_step"] for row in rows] == STEPS
     assert all(row["trainer/step"] == row["_step"] for row in rows)
+
+
+def test_an_undecodable_reference_image_ends_all_ranks_and_skips_no_checkpoint(request, server, watched, tmp_path):
+    _, _, uri, _ = watched
+    num_ranks = request.node.callspec.params["watched"]
+    of_store = request.getfixturevalue("s3_process").environment if is_url(uri) else {}
+    write_images(tmp_path / "reference", 5)
+    (tmp_path / "reference" / "004.png").write_bytes(b"no image")  # In the second batch, of the last rank.
+    command = ["evaluate.py", "tests/tools/toy_evaluation.yaml", "watch=true", f"model={uri}", "batch_size=4"]
+    command += [f"output_folder={tmp_path / 'out'}", f"protocol.reference.path={tmp_path / 'reference'}"]
+    command += [
+        f"protocol.prompts.path={write_prompts(tmp_path / 'prompts.txt', ['a', 'b'])}",
+        "protocol.metrics=[fid]",
+    ]
+    ended = server.start(num_ranks, command, **of_store).finish()
+    assert set(ended.codes) == {2}, ended.output[-3000:]
+    assert "004.png" in ended.output
+    assert not (tmp_path / "out" / LEDGER).exists()
