@@ -86,7 +86,7 @@ EXTRAS["all"] = sorted({requirement for extra in EXTRAS.values() for requirement
 
 setup(
     name="diffusion",
-    version="0.2.0",
+    version="0.3.0",
     description="Train Stable-Diffusion-class text-to-image models from scratch: reproducible on any number of GPUs.",
     long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

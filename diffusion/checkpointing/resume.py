@@ -18,7 +18,7 @@ from diffusion.checkpointing.layout import list_checkpoints, remove_copy, remove
 from diffusion.checkpointing.read import check_safe, read_index, read_record, stored_files
 from diffusion.checkpointing.remote import RemoteCheckpoint, RemoteCheckpoints
 from diffusion.config.checks import is_location
-from diffusion.config.loading import RENAMED, to_yaml
+from diffusion.config.loading import to_yaml
 from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import to_public_yaml
 from diffusion.config.training import Parallelism
@@ -262,7 +262,7 @@ def check_changes(config: Config, checkpoint: Path, name: str) -> None:
         ConfigurationError: another model or objective is configured than the checkpoint was trained with.
         DataError: the checkpoint has no configuration.
     """
-    before = _with_names_of_today(yaml.safe_load(read_record(checkpoint)["config"]))
+    before = yaml.safe_load(read_record(checkpoint)["config"])
     now, defaults = yaml.safe_load(to_public_yaml(config)), yaml.safe_load(to_yaml(Config()))
     changes = list(_differences(before, now, defaults))
     rejected = [change for change in changes if _is_another_run(config.task, change)]
@@ -288,14 +288,6 @@ def _differences(
             yield from _differences(*sections, prefix=f"{prefix}{key}.")
         elif was != value:
             yield prefix + key, was, value
-
-
-def _with_names_of_today(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    result = {}
-    for key, value in section.items():
-        name = RENAMED[prefix + key].rpartition(".")[2] if prefix + key in RENAMED else key
-        result[name] = _with_names_of_today(value, f"{prefix}{key}.") if isinstance(value, dict) else value
-    return result
 
 
 def _is_another_run(task: Task, change: Change) -> bool:

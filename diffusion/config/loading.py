@@ -40,17 +40,6 @@ _END = "...\n"
 OVERRIDES = "overrides"
 """`overrides={a.b: 1, c: 2}` is `a.b=1 c=2`: a sweep varies several keys together with it."""
 
-RENAMED = {  # until 0.3
-    "data.download_retry": "data.download_attempts",
-    "trainer.init_timeout": "trainer.compile_timeout",
-    "model.unet": "model.network",
-    "operations.supervision.check_patience": "operations.supervision.check_timeout",
-    "operations.supervision.data_patience": "operations.supervision.data_timeout",
-    "operations.supervision.pause_patience": "operations.supervision.pause_timeout",
-    "trainer.store_patience": "trainer.store_timeout",
-}
-"""Former names of keys, which are still read, and their names today in the same section."""
-
 Schema = TypeVar("Schema")
 
 
@@ -336,9 +325,6 @@ def _merge(schema: type[Schema], sources: Sequence[_Source]) -> Schema:
     if not merger.problems and any(_is_interpolation(value) for _, value in _leaves(to_dict(config))):
         config = merger.build(schema, merger.resolve(to_dict(config)), "")
     raise_all(ConfigurationError, merger.problems)
-    if merger.renamed:
-        listed = ", ".join(f"{old} (now {RENAMED[old]})" for old in dict.fromkeys(merger.renamed))
-        log.warning("%s: keys with former names, which are read until 0.3: %s", sources[-1].name, listed)
     return config
 
 
@@ -357,7 +343,6 @@ class _Merger:
         self.schema = schema
         self.sources = sources
         self.problems: list[str] = []
-        self.renamed: list[str] = []
 
     def source_of(self, key: str) -> _Source:
         """The last source that a key is in."""
@@ -374,11 +359,7 @@ class _Merger:
             return self.overlay_elements(base, value, key, source)
         result = dict(base) if isinstance(base, dict) else {}
         for name, child in value.items():
-            child_key = _join(key, name)
-            if child_key in RENAMED:
-                self.renamed.append(child_key)
-                name = RENAMED[child_key].rpartition(".")[2]
-            result[name] = self.overlay(result.get(name), child, child_key, source)
+            result[name] = self.overlay(result.get(name), child, _join(key, name), source)
         return result
 
     def overlay_elements(self, elements: list[Any], values: dict[str, Any], key: str, source: _Source) -> list[Any]:

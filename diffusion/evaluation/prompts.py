@@ -20,9 +20,6 @@ CATEGORY_COLUMNS = ("category",)
 LISTING = "metadata.jsonl"
 """Lines of `file_name`, `prompt` and further metadata of an image."""
 
-OLD_LISTING, OLD_KEY = "images.jsonl", "file"
-"""Listing of generate.py 0.1, read until 0.3."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
@@ -144,22 +141,22 @@ def read_listing(folder: Path) -> list[ListedImage] | None:
     Raises:
         DataError: a line is invalid, or its image is missing.
     """
-    for name, key in ((LISTING, "file_name"), (OLD_LISTING, OLD_KEY)):
-        if (path := folder / name).is_file():
-            try:
-                lines = enumerate(path.read_text(encoding="utf-8").split("\n"), start=1)
-            except UnicodeDecodeError as error:
-                raise DataError(f"{path} is not UTF-8: {error}") from error
-            return [_read_line(line, key, f"{path}, line {number}", folder) for number, line in lines if line.strip()]
-    return None
+    path = folder / LISTING
+    if not path.is_file():
+        return None
+    try:
+        lines = enumerate(path.read_text(encoding="utf-8").split("\n"), start=1)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8: {error}") from error
+    return [_read_line(line, f"{path}, line {number}", folder) for number, line in lines if line.strip()]
 
 
-def _read_line(line: str, key: str, where: str, folder: Path) -> ListedImage:
+def _read_line(line: str, where: str, folder: Path) -> ListedImage:
     try:
         row = json.loads(line)
-        image = ListedImage(folder / row[key], str(row["prompt"]).strip(), row.get("category", ""))
+        image = ListedImage(folder / row["file_name"], str(row["prompt"]).strip(), row.get("category", ""))
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{where} is not a JSON object with {key} and prompt: {error!r}") from error
+        raise DataError(f"{where} is not a JSON object with file_name and prompt: {error!r}") from error
     if not image.path.is_file():
         raise DataError(f"{where}: {image.path} is missing")
     return image

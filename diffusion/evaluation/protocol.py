@@ -121,8 +121,6 @@ class Result:
                 name: Number(value=entry["value"], protocol=protocols[entry["protocol"]])
                 for name, entry in content["numbers"].items()
             }
-            if "place" in content:
-                content["path"] = content.pop("place")  # Until 0.3.
             result = cls(**{**content, "numbers": numbers})
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{path} is not a result of evaluate.py: {error!r}") from error

@@ -30,7 +30,6 @@ _SHOWN_ELSEWHERE = (
     EventKind.started.value,
     EventKind.data_came.value,
     EventKind.rolling_back.value,
-    "going_back",  # until 0.3
 )
 """Events of starts, of the end of slow data, and of rollbacks, which have rows or tables of their own."""
 

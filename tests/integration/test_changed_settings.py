@@ -99,23 +99,6 @@ def test_a_key_that_the_checkpoint_does_not_know_had_its_default(tmp_path):
         check_changes(load_config(toy, ["objective.posterior=mean"]), checkpoint, "it")
 
 
-def test_a_former_name_of_a_key_is_no_change(tmp_path, caplog):
-    checkpoint, toy = tmp_path / "ep0-ba1.pt", "tests/tools/toy.yaml"
-    changed = ["operations.supervision.check_timeout=77", "trainer.store_timeout=99"]
-    record = to_public_yaml(load_config(toy, changed))
-    for name in ("check", "store"):
-        assert f" {name}_timeout:" in record
-        record = record.replace(f" {name}_timeout:", f" {name}_patience:")
-    assert "  network:\n" in record
-    record = record.replace("  network:\n", "  unet:\n")
-    torch.save({"state": {"callbacks": {"RunRecord": {"config": record}}}}, checkpoint)
-    with caplog.at_level("INFO"):
-        check_changes(load_config(toy, changed), checkpoint, "it")
-        assert not caplog.messages
-        check_changes(load_config(toy, [*changed, "trainer.store_timeout=98"]), checkpoint, "it")
-    assert "trainer.store_timeout (was 99.0, is 98.0)" in caplog.text
-
-
 @pytest.mark.parametrize("parallelism", ["fsdp", "ddp"])
 def test_a_finished_run_keeps_its_configuration_and_says_so(server, finished, parallelism):
     run = finished[parallelism]

@@ -4,9 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from diffusion.config import loading
 from diffusion.config.data import Representation
-from diffusion.config.documentation import schema_keys
 from diffusion.config.fields import Time, parse_size, parse_time
 from diffusion.config.loading import from_dict, load, load_config, missing_keys, to_dict, to_yaml
 from diffusion.config.model import PredictionType
@@ -254,29 +252,6 @@ def test_missing_values_may_be_allowed(write):
 def test_streams_are_not_missing_if_a_plugin_replaces_them(write):
     text = "run_name: r\ndata: {resolution: 8, global_batch_size: 1}\ntrainer: {max_duration: 1ba}\n"
     assert missing_keys(load(Config, write(text), ["plugins.train_dataset.path=a.B"])) == {}
-
-
-def test_former_names_of_keys_are_read(write, monkeypatch, caplog):
-    monkeypatch.setitem(loading.RENAMED, "optimizer.rate", "optimizer.lr")
-    path = write(COMPLETE.replace("lr: 2e-4", "rate: 3e-4"))
-    assert load_config(path).optimizer.lr == 3e-4
-    assert [part for part in (str(path), "optimizer.rate", "optimizer.lr") if part not in caplog.text] == []
-    assert load_config(path, ["optimizer.rate=5e-4"]).optimizer.lr == 5e-4
-    assert from_dict(Config, {"optimizer": {"rate": 6e-4}}, "checkpoint").optimizer.lr == 6e-4
-    assert "optimizer.lr is 'fast' (command line)" in failure(path, "optimizer.rate=fast")
-
-
-def test_the_network_was_called_unet(write):
-    network = {"block_out_channels": [16, 32], "norm_num_groups": 4}
-    assert from_dict(Config, {"model": {"unet": network}}, "checkpoint").model.network == network
-    overrides = ["model.unet.norm_num_groups=8", "model.network.layers_per_block=1"]
-    assert load_config(write(COMPLETE), overrides).model.network == {"norm_num_groups": 8, "layers_per_block": 1}
-
-
-def test_every_former_name_leads_to_a_key():
-    keys = schema_keys(Config)
-    assert [old for old, new in loading.RENAMED.items() if old in keys or new not in keys] == []
-    assert [old for old, new in loading.RENAMED.items() if old.rpartition(".")[0] != new.rpartition(".")[0]] == []
 
 
 def test_loading_does_not_import_torch():

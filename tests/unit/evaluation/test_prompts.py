@@ -1,7 +1,6 @@
 """Prompts of files and data sets, and the listing of a folder."""
 
 import hashlib
-import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from diffusion.errors import ConfigurationError, DataError
 from diffusion.evaluation.config import ReferenceConfig
 from diffusion.evaluation.images import PreparedSamples, open_reference, smallest_hashes
 from diffusion.evaluation.preference.images import collect
-from diffusion.evaluation.prompts import LISTING, OLD_LISTING, Prompt, read_listing, read_prompts, write_listing
+from diffusion.evaluation.prompts import LISTING, Prompt, read_listing, read_prompts, write_listing
 from diffusion.preparation.takedown import take_down
 from tests.tools.image_files import write_folder
 from tests.tools.preparing import prepare
@@ -39,12 +38,6 @@ def test_what_generate_writes_is_what_evaluation_and_preference_read(tmp_path):
     (tmp_path / "prompts.txt").write_text("one\ntwo\n")
     items = collect(folders, tmp_path / "prompts.txt").items
     assert [[path.name for path in item.images] for item in items] == [[f"{i:05d}.png"] * 2 for i in range(3)]
-
-
-def test_the_former_listing_is_read(tmp_path):
-    folder = folder_of_images(tmp_path / "a", 1)
-    (folder / OLD_LISTING).write_text(json.dumps({"file": "00000.png", "prompt": " one "}))
-    assert read_listing(folder) == [(folder / "00000.png", "one", "")]
 
 
 def test_a_wrong_line_is_named(tmp_path):

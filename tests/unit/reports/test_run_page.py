@@ -128,7 +128,7 @@ EVENTS = [
     {"time": at(101), "event": "ended", "reason": "no sign of any rank", "step": 20, "code": 124},
     {"time": at(111), "event": "unfit", "reason": "no room: free space", "host": "n3"},
     {"time": at(112), "event": "started", "reason": ""},
-    {"time": at(300), "event": "going_back", "reason": "the loss of step 31 is nan"},
+    {"time": at(300), "event": "rolling_back", "reason": "the loss of step 31 is nan"},
     {
         "time": at(301),
         "event": "ended",
