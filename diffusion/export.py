@@ -301,7 +301,7 @@ USE_OF_OWN_ENCODING = """## Use
 from diffusers import DiffusionPipeline
 from diffusion.models.prompt_encoder import PromptEncoder
 pipeline = DiffusionPipeline.from_pretrained("FOLDER")
-encode = PromptEncoder("FOLDER")
+encode = PromptEncoder("FOLDER").to(pipeline.device, pipeline.dtype)
 image = pipeline(**encode("a prompt"), guidance_scale=3.0).images[0]
 ```
 

@@ -6,7 +6,6 @@ value comes from or the command line; the line is looked up only then.
 """
 
 import dataclasses
-import logging
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +29,6 @@ from diffusion.config.documentation import (
 from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError, first_line, raise_all, similar_names
 
-log = logging.getLogger(__name__)
 
 COMMAND_LINE = "command line"
 EXTENDS = "extends"

@@ -57,7 +57,7 @@ class PromptEncoder:
     """Encodes prompts for the pipeline of an exported model."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Load the text encoder, tokenizer and adapter of an export, on the CPU.
+        """Load the text encoder, tokenizer and adapter of an export, on the CPU and in float32; see `to`.
 
         Raises:
             ConfigurationError: a part is missing.
@@ -76,8 +76,9 @@ class PromptEncoder:
         if settings["adapter"] is not None:
             self._adapter = build_text_adapter(TextAdapterConfig(**settings["adapter"]), encoder)
             self._adapter.load_state_dict(read_safetensors(path / FOLDER / WEIGHTS))
+        self._text_encoder, self._device, self._dtype = encoder.eval(), torch.device("cpu"), torch.float32
         self._conditioner = Conditioner(
-            encoder.eval(),
+            self._text_encoder,
             self._tokenize([""])[0],
             num_chunks=self._num_chunks,
             is_extended=False,
@@ -85,14 +86,24 @@ class PromptEncoder:
             is_adapted=self._adapter is not None and not settings["is_language_model"],
         )
 
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> "PromptEncoder":
+        """Encode on a device from now on, in float32, into embeddings of a dtype: the device and dtype of a pipeline."""
+        self._device, self._dtype = torch.device(device), dtype
+        self._text_encoder.to(self._device)
+        if self._adapter is not None:
+            self._adapter.to(self._device)
+        return self
+
     def _tokenize(self, prompts: Sequence[str]) -> Tensor:
         return torch.from_numpy(tokenize(self._tokenizer, prompts, self._num_chunks)).long()
 
     @torch.no_grad()
     def _encode(self, prompts: Sequence[str]) -> dict[str, Tensor]:
-        conditioning = self._conditioner.encode_prompts(self._tokenize(prompts), Placement(0, 0, 0, 0, 0, 0))
+        ids = self._tokenize(prompts).to(self._device)
+        conditioning = self._conditioner.encode_prompts(ids, Placement(0, 0, 0, 0, 0, 0))
         text = conditioning.text
-        arguments = {"embeds": text if self._adapter is None else self._adapter(text, conditioning.mask)}
+        embeds = text if self._adapter is None else self._adapter(text, conditioning.mask)
+        arguments = {"embeds": embeds.to(self._dtype)}
         if self._is_masked:
             assert conditioning.mask is not None
             arguments["attention_mask"] = conditioning.mask

@@ -152,6 +152,10 @@ def test_an_export_gives_the_images_of_generate(folders, tmp_path, kind, adapter
     assert isinstance(expected, Tensor)
     assert expected.std() > 0.01
     assert (found - expected).abs().max() < 1e-4
+    arguments = PromptEncoder(tmp_path).to("cpu", torch.bfloat16)(LONG, "a star")
+    shared["latents"] = latents.bfloat16()
+    found = pipeline.to(torch.bfloat16)(**arguments, output_type="pt", **shared, **own).images
+    assert (found - expected).abs().mean() < 0.05
 
 
 def test_identities_differ(folders):
