@@ -29,7 +29,6 @@ from diffusion.config.documentation import (
 from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError, first_line, raise_all, similar_names
 
-
 COMMAND_LINE = "command line"
 EXTENDS = "extends"
 _END = "...\n"

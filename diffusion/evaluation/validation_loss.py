@@ -1,13 +1,14 @@
 """Validation loss of any weights on any number of ranks, and its dependence on the captions."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
-from diffusion.config.model import Posterior
+from diffusion.config.model import Posterior, PredictionType
 from diffusion.config.schema import Config
 from diffusion.datasets.batch import BatchKey, num_samples
 from diffusion.datasets.loader import ValidationDataset, validation_dataset, validation_loader
@@ -60,7 +61,7 @@ def validation_losses(evaluated: EvaluatedModel, generator: Generator) -> dict[s
             if not error.isfinite().all():
                 raise WeightsError(f"{evaluated.path}: a validation loss is not finite; its weights are of no use")
             for metric in metrics.values():
-                metric.add(error, batch, outputs.timesteps.cpu())
+                metric.update(error, batch, outputs.timesteps.cpu())
 
     agree(measure)
     values = {name: metric.compute().item() for name, metric in metrics.items()}
@@ -75,6 +76,10 @@ def validation_losses(evaluated: EvaluatedModel, generator: Generator) -> dict[s
         "resolution": config.data.resolution,
         "vae": generator.vae_identity,
     }
+    if config.objective.prediction_type is PredictionType.flow:
+        protocol["flow"] = asdict(config.objective.flow)  # The density of the timesteps.
+    if config.objective.posterior is not Posterior.sample:
+        protocol["posterior"] = config.objective.posterior.value
     if not is_first_rank():
         return {}
     return {

@@ -250,9 +250,9 @@ class AutoencoderTraining(ComposerModel):
         assert isinstance(metric, ValidationMean)
         if isinstance(metric, EquivarianceMean):
             assert outputs.equivariance is not None
-            metric.add(outputs.equivariance, batch)
+            metric.update(outputs.equivariance, batch)
         else:
-            metric.add(psnr(outputs.decoded, outputs.pixels), batch)
+            metric.update(psnr(outputs.decoded, outputs.pixels), batch)
 
 
 def initialise_logvar(vae: AutoencoderKL, logvar: float) -> None:

@@ -380,7 +380,7 @@ class LatentDiffusion(ComposerModel):
     def update_metric(self, batch: Any, outputs: Prediction, metric: Metric) -> None:
         """Add the error of each sample of an evaluation batch."""
         assert isinstance(metric, ValidationMean)
-        metric.add(squared_error(outputs), batch, outputs.timesteps)
+        metric.update(squared_error(outputs), batch, outputs.timesteps)
 
     def batch_flops(self, batch: Mapping[str, Entry]) -> float:
         """Floating-point operations of network and text adapter for a batch, forward and backward; NaN if unknown."""

@@ -3,27 +3,35 @@
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+import torch
 from torch import Tensor
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import Metric
 
 from diffusion.datasets.batch import BatchKey
 
 NUM_TIMESTEP_BINS = 10
 
 
-class ValidationMean(MeanMetric):
+class ValidationMean(Metric):
     """Mean of a value per validation sample over all ranks, without the copies that fill up batches.
+
+    A value that is not finite makes the mean so, too; MeanMetric would drop it.
 
     Args:
         stream: number of the only stream that counts; None is all.
         timesteps: the only timesteps that count; None is all.
     """
 
+    total: Tensor
+    weight: Tensor
+
     def __init__(self, stream: int | None = None, timesteps: range | None = None) -> None:
         super().__init__()
         self.stream, self.timesteps = stream, timesteps
+        for state in ("total", "weight"):
+            self.add_state(state, torch.tensor(0.0), dist_reduce_fx="sum")
 
-    def add(self, values: Tensor, batch: Mapping[str, Tensor], timesteps: Tensor | None = None) -> None:
+    def update(self, values: Tensor, batch: Mapping[str, Tensor], timesteps: Tensor | None = None) -> None:
         """Add the values [B] of a batch; `timesteps` [B] are needed to select by timestep."""
         weight = values.new_ones(len(values))
         if BatchKey.IS_COUNTED in batch:
@@ -33,7 +41,12 @@ class ValidationMean(MeanMetric):
         if self.timesteps is not None:
             assert timesteps is not None
             weight = weight * ((timesteps >= self.timesteps.start) & (timesteps < self.timesteps.stop))
-        self.update(values, weight)
+        self.total += torch.where(weight > 0, values * weight, 0.0).sum()
+        self.weight += weight.sum()
+
+    def compute(self) -> Tensor:
+        """Return the mean."""
+        return self.total / self.weight
 
 
 def timestep_bins(num_timesteps: int) -> list[range]:

@@ -87,7 +87,7 @@ class PromptEncoder:
         )
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> "PromptEncoder":
-        """Encode on a device from now on, in float32, into embeddings of a dtype: the device and dtype of a pipeline."""
+        """Encode on the device of a pipeline from now on, in float32, into embeddings of its dtype."""
         self._device, self._dtype = torch.device(device), dtype
         self._text_encoder.to(self._device)
         if self._adapter is not None:

@@ -219,24 +219,25 @@ def read_evaluations(folders: Sequence[Path]) -> tuple[pd.DataFrame, int]:
     """
     rows: list[dict[str, Any]] = []
     num_damaged = 0
-    for parent in folders:
-        for path in find_results(parent):
-            try:
-                result = Result.read(path)
-            except DataError:
-                num_damaged += 1
-                continue
-            guidance = "" if result.guidance_scale is None else f"{result.guidance_scale:g}"
-            common = {
-                "model": f"{parent.name} {result.name}" if len(folders) > 1 else result.name,
-                "weights": f"{result.weights} at guidance {guidance}" if guidance else result.weights,
-                "guidance": guidance,
-                "optimizer step": result.step,
-                "guidance scale": result.guidance_scale,
-            }
-            for name, number in result.numbers.items():
-                metric = f"{name} ({protocol_hash(number.protocol)[:8]})"
-                rows.append({"metric": metric, "value": number.value, "text": f"{number.value:.4g}", **common})
+    outputs = {path: path.parents[1].relative_to(parent.parent) for parent in folders for path in find_results(parent)}
+    for path, output in outputs.items():
+        try:
+            result = Result.read(path)
+        except DataError:
+            num_damaged += 1
+            continue
+        guidance = "" if result.guidance_scale is None else f"{result.guidance_scale:g}"
+        of_output = f"{output} " if len(set(outputs.values())) > 1 else ""
+        common = {
+            "model": f"{of_output}{result.name}",
+            "weights": f"{of_output}{result.weights}" + (f" at guidance {guidance}" if guidance else ""),
+            "guidance": guidance,
+            "optimizer step": result.step,
+            "guidance scale": result.guidance_scale,
+        }
+        for name, number in result.numbers.items():
+            metric = f"{name} ({protocol_hash(number.protocol)[:8]})"
+            rows.append({"metric": metric, "value": number.value, "text": f"{number.value:.4g}", **common})
     axes = ["optimizer step", "guidance scale"]
     frame = pd.DataFrame(rows, columns=["metric", "value", "text", "model", "weights", "guidance", *axes])
     frame = frame.astype({"metric": str, **dict.fromkeys(axes, float)})

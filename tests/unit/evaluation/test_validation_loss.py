@@ -7,7 +7,7 @@ from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, P
 from diffusion.datasets.batch import BatchKey
 from diffusion.evaluation.validation_loss import measure_caption_use, with_shifted_captions
 from diffusion.models import build_model
-from diffusion.models.metrics import timestep_bins
+from diffusion.models.metrics import ValidationMean, timestep_bins
 from diffusion.randomness import sample_address
 
 
@@ -145,3 +145,11 @@ def test_losses_by_timestep_are_means_of_the_samples_in_each_bin(small_model):
     assert found == pytest.approx(expected, rel=1e-5)
     assert 5 <= sum("timesteps" in name for name in found) <= 10
     assert losses(small_model, batch, 4) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_loss_that_is_not_finite_makes_the_mean_so():
+    mean = ValidationMean()
+    mean.update(torch.tensor([1.0, torch.nan]), {BatchKey.IS_COUNTED: torch.tensor([True, False])})
+    assert mean.compute() == 1
+    mean.update(torch.tensor([torch.nan]), {})
+    assert mean.compute().isnan()

@@ -18,7 +18,7 @@ from diffusion.evaluation.protocol import Number, Result, protocol_hash
 from diffusion.files import read_json_lines
 from diffusion.reports.curves import Curve, read_curves
 from diffusion.reports.run import read_phases, read_run, read_starts
-from diffusion.reports.run_page import write_report
+from diffusion.reports.run_page import read_evaluations, write_report
 
 CONFIG = """
 run_name: {name}
@@ -212,6 +212,17 @@ def test_a_page_of_two_phases_has_all_parts_and_no_secret(tmp_path: Path) -> Non
     assert page.count("data:image/svg+xml") == 9
     write_report(runs, tmp_path / "again.html")
     assert (tmp_path / "again.html").read_text() == page
+
+
+def test_results_of_several_output_folders_are_apart(tmp_path: Path) -> None:
+    for run, value in (("one", 1.0), ("two", 2.0)):
+        numbers = {"fid": Number(value=value, protocol={"images": 10})}
+        result = Result(name="ep0-ba20-raw", path="", step=20, weights="raw", numbers=numbers)
+        result.write(tmp_path / "evaluation" / run)
+    points, _ = read_evaluations([tmp_path / "evaluation"])
+    models = {"evaluation/one ep0-ba20-raw": 1.0, "evaluation/two ep0-ba20-raw": 2.0}
+    assert dict(zip(points["model"], points["value"], strict=True)) == models
+    assert list(points["weights"]) == ["evaluation/one raw", "evaluation/two raw"]
 
 
 def test_a_folder_that_is_no_run_is_an_error(tmp_path: Path) -> None:
