@@ -278,6 +278,8 @@ def main() -> None:
         if (value := getattr(options, flag)) is not None
         for word in (f"--{flag}", str(value))
     ]
+    if options.steps is None and options.cpu_seconds != CPU_SECONDS:
+        own += ["--cpu-seconds", f"{options.cpu_seconds:g}"]
     revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     for seed in sorted({*options.seeds} - earlier.keys()):
         folder = out / f"{name}-{seed}"
