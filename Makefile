@@ -72,5 +72,5 @@ docs: install      ## write docs/configuration.md from the dataclasses
 	$(BIN)/python scripts/document.py
 
 clean:             ## remove .venv and .venv-next, the demo's runs and caches; other runs stay
-	rm -rf .venv .venv-next runs/demo runs/mine build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-next runs/demo build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from diffusion.errors import UserError
+from diffusion.files import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
@@ -55,4 +56,4 @@ class Steps:
         if code := subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode:
             raise UserError(f"step '{name}' ended with exit code {code}; see its message, and run the demo again")
         self.done[name] = {"command": shown, "seconds": time.monotonic() - start}
-        self.log.write_text(json.dumps(self.done, indent=2))
+        write_json(self.log, self.done)

@@ -150,7 +150,7 @@ def training_job(job: dict[str, Any], yaml: Path, overrides: list[str], now: dat
 
     defaults = [f"{name}={value}" for name, value in default_overrides(CONTAINER, channels).items()]
     run = load_config(yaml, [*defaults, *overrides]).run_name
-    if not re.fullmatch(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,47}", run):
+    if not re.fullmatch(r"(?!.{49})[a-zA-Z0-9](-*[a-zA-Z0-9])*", run):
         raise ConfigurationError(
             f"run_name={run}: names of jobs have letters, digits and hyphens, here at most 48; set another one"
         )

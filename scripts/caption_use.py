@@ -4,15 +4,16 @@ import argparse
 import json
 from statistics import mean
 
-from diffusion.launch import CommandParser, positive, run_command
+from diffusion.launch import CommandParser, choose_device, positive, run_command
 
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = CommandParser(description=__doc__)
     parser.add_argument("checkpoint", help="checkpoint or run folder, with validation data in its configuration")
-    parser.add_argument("--weights", choices=["raw", "ema"], default="raw")
+    parser.add_argument("--weights", default="raw", help="raw, ema, or decay-0.999: one of several averages")
     parser.add_argument("--seeds", type=positive, default=3, help="evaluation seeds")
+    parser.add_argument("--device", default=None, help="cpu, cuda ...; default: a GPU if available")
     return parser.parse_args()
 
 
@@ -24,9 +25,10 @@ def main() -> None:
     from diffusion.evaluation.validation_loss import measure_caption_use, open_validation_data
     from diffusion.loading import load_config_of, load_model
 
+    device = choose_device(arguments.device)
     checkpoint = resolve_checkpoint(arguments.checkpoint)
     config = load_config_of(checkpoint)
-    model = load_model(checkpoint, weights=arguments.weights)
+    model = load_model(checkpoint, weights=arguments.weights).to(device)
     dataset = open_validation_data(config, model)
     assert config.validation is not None
     batches = validation_loader(dataset, config.validation, config.data)

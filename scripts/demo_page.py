@@ -1,8 +1,10 @@
 """Serve a demo page of a run's model: python scripts/demo_page.py RUN, then open the printed address."""
 
 import argparse
+from contextlib import suppress
 from pathlib import Path
 
+from diffusion.errors import DataError
 from diffusion.launch import CommandParser, choose_device, positive, run_command
 
 
@@ -16,8 +18,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--weights",
         nargs="+",
-        default=["raw", "ema"],
-        help="weights to compare. raw: training weights; ema: their average; decay-0.999: one of several averages",
+        help="weights to compare. raw: training weights; ema: their average; decay-0.999: one of several averages. "
+        "Default: raw, and ema if there is one",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; for others, give --login-file")
     parser.add_argument("--port", type=int, help="default: the first free port from 7860")
@@ -39,8 +41,12 @@ def main() -> None:
     login = read_login(arguments.login_file) if arguments.login_file is not None else None
     device = choose_device(arguments.device)
     file = Path(arguments.model)
-    labels = [file.stem] if file.suffix == AVERAGE_SUFFIX else arguments.weights
+    is_average = file.suffix == AVERAGE_SUFFIX
+    labels = [file.stem] if is_average else arguments.weights or ["raw"]
     models = {label: load_model(arguments.model, weights=label) for label in labels}
+    if arguments.weights is None and not is_average:
+        with suppress(DataError):  # The run has no average, or none yet.
+            models["ema"] = load_model(arguments.model, weights="ema")
     for model in models.values():
         model.to(device)
     page = build_page(

@@ -5,13 +5,12 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from diffusion.errors import ConfigurationError, MachineError, error_context
 from diffusion.launch import CommandParser, choose_device, named_score, positive, run_command
 
-if TYPE_CHECKING:
-    from PIL import Image
+GRID_IMAGES = 128
+"""Images of the grid, at most: the first ones."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -21,7 +20,9 @@ def parse_arguments() -> argparse.Namespace:
         "checkpoint",
         help="checkpoint, run folder or its `checkpoints` folder (newest checkpoint), or a file of averaged weights",
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder for the images, grid.png and metadata.jsonl")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for the images, metadata.jsonl and a grid of the first 128"
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompts", nargs="+", help="prompts")
     source.add_argument(
@@ -79,30 +80,6 @@ def read_seeds(arguments: argparse.Namespace, num_images: int) -> list[int]:
         raise ConfigurationError(f"--{error}") from error
 
 
-def write_images(
-    out: Path, images: "list[Image.Image]", prompts: list[str], seeds: list[int], num_columns: int
-) -> None:
-    """Write images, their listing and a grid.
-
-    Args:
-        out: the folder.
-        images: images, the same number for each prompt.
-        prompts: the prompts.
-        seeds: seed of each image.
-        num_columns: columns of the grid.
-    """
-    from diffusion.evaluation.prompts import write_listing
-    from diffusion.models.sampling import image_grid
-
-    num_each = len(images) // len(prompts)
-    rows = []
-    for i, image in enumerate(images):
-        image.save(out / f"{i:05d}.png")
-        rows.append({"file_name": f"{i:05d}.png", "prompt": prompts[i // num_each], "seed": seeds[i]})
-    write_listing(out, rows)
-    image_grid(images, num_columns).save(out / "grid.png")
-
-
 @contextmanager
 def writing(out: Path) -> Iterator[None]:
     """Explain errors of the folder for the images.
@@ -122,36 +99,49 @@ def main() -> None:
     """Load, generate, write."""
     arguments = parse_arguments()
     prompts = read_prompts(arguments)
-    seeds = read_seeds(arguments, len(prompts) * arguments.images_per_prompt)
+    texts = [prompt for prompt in prompts for _ in range(arguments.images_per_prompt)]
+    seeds = read_seeds(arguments, len(texts))
     device = choose_device(arguments.device)
-    with writing(arguments.out):
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=arguments.out):
+    out: Path = arguments.out
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
             pass
 
+    from diffusion.evaluation.prompts import LISTING, write_listing
     from diffusion.loading import load_model
+    from diffusion.models.sampling import image_grid
 
     model = load_model(arguments.checkpoint, weights=arguments.weights).to(device)
-    try:
-        images = model.generate(
-            prompts,
-            arguments.negative_prompt,
-            scores=dict(arguments.score),
-            height=arguments.height,
-            width=arguments.width,
-            num_inference_steps=arguments.steps,
-            sampler=arguments.sampler,
-            guidance_scale=arguments.guidance_scale,
-            seed=seeds,
-            num_images_per_prompt=arguments.images_per_prompt,
-            batch_size=arguments.batch_size,
-        )
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from error
-    assert isinstance(images, list)
-    with writing(arguments.out):
-        write_images(arguments.out, images, prompts, seeds, arguments.columns)
-    print(f"{len(images)} images in {arguments.out}")
+    rows, first_images = [], []
+    for start in range(0, len(texts), arguments.batch_size):
+        part = slice(start, start + arguments.batch_size)
+        try:
+            images = model.generate(
+                texts[part],
+                arguments.negative_prompt,
+                scores=dict(arguments.score),
+                height=arguments.height,
+                width=arguments.width,
+                num_inference_steps=arguments.steps,
+                sampler=arguments.sampler,
+                guidance_scale=arguments.guidance_scale,
+                seed=seeds[part],
+                batch_size=arguments.batch_size,
+            )
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from error
+        assert isinstance(images, list)
+        with writing(out):
+            (out / LISTING).unlink(missing_ok=True)  # Of other images.
+            for i, image in enumerate(images, start):
+                image.save(out / f"{i:05d}.png")
+                rows.append({"file_name": f"{i:05d}.png", "prompt": texts[i], "seed": seeds[i]})
+        first_images += images[: GRID_IMAGES - len(first_images)]
+    with writing(out):
+        write_listing(out, rows)
+        image_grid(first_images, arguments.columns).save(out / "grid.png")
+    print(f"{len(rows)} images in {out}")
 
 
 if __name__ == "__main__":

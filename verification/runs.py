@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 
@@ -29,6 +30,9 @@ from verification.ways import RunSpec, resume_size
 ROOT = Path(__file__).resolve().parent.parent
 MAX_LOSS_DIFFERENCE = 1e-5
 """Relative; more is a failure."""
+
+MAX_WEIGHT_DIFFERENCE = 5e-3
+"""Of a tensor, relative to its largest value; more is a failure. Muon turns rounding into updates of full size."""
 
 TIMEOUT = 900.0
 """Seconds that one start may take."""
@@ -119,7 +123,8 @@ class Comparison:
     @property
     def is_equal(self) -> bool:
         """Whether the promise was kept."""
-        return self.num_wrong_steps == 0 and self.loss <= MAX_LOSS_DIFFERENCE
+        is_near = self.weights <= MAX_WEIGHT_DIFFERENCE and self.average <= MAX_WEIGHT_DIFFERENCE
+        return self.num_wrong_steps == 0 and self.loss <= MAX_LOSS_DIFFERENCE and is_near
 
 
 def make_data(folder: Path, resolution: int) -> Path:
@@ -217,7 +222,7 @@ def compare(outcome: Outcome, reference: Outcome) -> Comparison:
     return Comparison(
         outcome=outcome,
         num_wrong_steps=sum(outcome.hashes.get(step) != reference.hashes.get(step) for step in steps),
-        loss=max(abs(outcome.losses[step] / reference.losses[step] - 1.0) for step in steps),
+        loss=float(np.max([abs(outcome.losses[step] / reference.losses[step] - 1.0) for step in steps])),
         weights=_largest_difference(outcome.folder, reference.folder, Weights.raw),
         average=_largest_difference(outcome.folder, reference.folder, Weights.ema),
     )
@@ -227,10 +232,11 @@ def _largest_difference(run: Path, reference: Path, weights: Weights) -> float:
     found, expected = (read_weights(resolve_checkpoint(str(folder)), weights) for folder in (run, reference))
     assert expected.keys() == found.keys()
     tiny = torch.finfo(torch.float32).tiny
-    return max(
+    differences = [
         ((found[name] - expected[name]).abs().max() / expected[name].abs().max().clamp(min=tiny)).item()
         for name in expected
-    )
+    ]
+    return float(np.max(differences))  # NaN if one is, unlike max.
 
 
 def format_table(comparisons: Sequence[Comparison]) -> str:
@@ -245,8 +251,12 @@ def _row(comparison: Comparison) -> tuple[str, ...]:
         outcome.spec.name,
         "" if outcome.interrupted_at is None else f"step {outcome.interrupted_at}",
         "equal" if wrong == 0 else f"{wrong} of {len(outcome.losses)} DIFFER",
-        f"{comparison.loss:.1e}" + ("" if comparison.loss <= MAX_LOSS_DIFFERENCE else " TOO MUCH"),
-        f"{comparison.weights:.1e}",
-        f"{comparison.average:.1e}",
+        _difference(comparison.loss, MAX_LOSS_DIFFERENCE),
+        _difference(comparison.weights, MAX_WEIGHT_DIFFERENCE),
+        _difference(comparison.average, MAX_WEIGHT_DIFFERENCE),
         f"{outcome.seconds:.0f}",
     )
+
+
+def _difference(value: float, most: float) -> str:
+    return f"{value:.1e}" + ("" if value <= most else " TOO MUCH")

@@ -449,6 +449,6 @@ def read_weights(checkpoint: Path, weights: str, *, is_checked: bool = False) ->
     is_first = weights == Weights.ema or weights == labels[0]
     average = state.read_below(_AVERAGES + ("averages." if is_first else f"others.{weights}."))
     if not average:
-        raise DataError(f"checkpoint {checkpoint} holds no average of the weights (it had not started)")
+        raise DataError(f"checkpoint {checkpoint} holds no average of the weights (it had not started, or is off)")
     frozen = [key for key in state.keys(model) if key.removeprefix(model) not in average]
     return {key.removeprefix(model): value for key, value in state.read(frozen).items()} | average

@@ -50,6 +50,21 @@ def test_images_and_their_listing_are_written(command, tmp_path):
     assert Image.open(tmp_path / "out" / "grid.png").size == (3 * 42 + 2, 2 * 34 + 2)
 
 
+def test_each_batch_is_written_at_once_and_the_listing_last(command, model, tmp_path, monkeypatch):
+    out, batches = tmp_path / "out", []
+
+    def generate(prompts: list[str], *arguments, **options) -> list[Image.Image]:
+        batches.append(sorted(path.name for path in out.iterdir()))
+        return [Image.new("RGB", (8, 8))] * len(prompts)
+
+    monkeypatch.setattr(model, "generate", generate)
+    command("--images-per-prompt", "3", "--batch-size", "2")
+    assert (out / "metadata.jsonl").is_file()
+    command("--images-per-prompt", "3", "--batch-size", "2")
+    images = [f"{i:05d}.png" for i in range(3)]
+    assert batches == [[], images[:2], [*images, "grid.png", "metadata.jsonl"], [*images, "grid.png"]]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
