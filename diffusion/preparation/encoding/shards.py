@@ -162,11 +162,11 @@ class _DecodedImages(Dataset):
         for i, data in enumerate(piece.samples):
             sample = decode_sample(data)
             captions, image = sample["captions"], None
-            found = read_scores(sample.get("metadata", {}), self._scores)
             if piece.start + i in task.removed or (self._removed and hash_key(sample["key"]) in self._removed):
-                removed.append(i)
-                captions, found = [""], np.full_like(found, np.nan)
+                removed.append(i)  # An erased sample has no metadata.
+                captions, found = [""], np.full(len(self._scores), np.nan, np.float32)
             else:
+                found = read_scores(sample.get("metadata", {}), self._scores)
                 try:
                     image = decode_rgb(sample["image"])
                 except UndecodableImageError as error:

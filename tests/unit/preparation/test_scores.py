@@ -1,6 +1,7 @@
 """Scores on their way from `prepare` to a batch, of images and of latents."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from diffusion.models import load_frozen_parts
 from diffusion.preparation.config import ScorerConfig
 from diffusion.preparation.encoding.encode import encode
 from diffusion.preparation.encoding.models import EncodingModels
+from diffusion.preparation.takedown import take_down
 from tests.tools.preparing import prepare
 from tests.tools.written_data import data_config
+from tests.unit.preparation.test_encode import read
 
 NAMES = ["aesthetic", "brightness"]
 
@@ -71,6 +74,16 @@ def test_latents_have_the_scores_of_their_images(root: Path) -> None:
     assert aesthetic.isnan().tolist() == [False] * 9 + [True] * 3, "the scorer gave None"
     assert brightness.isfinite().all() and aesthetic[:9].diff().min() > 5
     assert json.loads((root / "latents/manifest.json").read_text())["scores"] == NAMES
+
+
+def test_an_erased_sample_has_no_scores(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "prepared", tmp_path / "prepared")
+    take_down(str(tmp_path / "prepared"), ["source/0.png"], erase=True)
+    models = EncodingModels.of(load_frozen_parts(ModelConfig(architecture=Architecture.tiny)))
+    encode(tmp_path / "prepared", tmp_path / "out", models=models, resolutions=[32], scores=NAMES)
+    scores = {sample["key"]: sample["scores"] for sample in read(tmp_path / "out/train/32-up")}
+    assert len(scores) == 12 and np.isnan(scores[""]).all()
+    assert all(np.isfinite(of_sample[1]) for key, of_sample in scores.items() if key)
 
 
 def brightness_order(scores: torch.Tensor) -> torch.Tensor:
