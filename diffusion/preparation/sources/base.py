@@ -228,13 +228,19 @@ def compare(found: Sequence[Partition], known: Sequence[str], only: Mapping[str,
         import duckdb
 
         with duckdb.connect() as database:
-            query = """SELECT file, max(version) FROM read_parquet(?, hive_partitioning = false)
-                WHERE version <> '' GROUP BY file"""  # Version 0.2 erased the file of a source that is a single one.
+            query = "SELECT file, max(version) FROM read_parquet(?, hive_partitioning = false) GROUP BY file"
             versions = dict(database.execute(query, [list(known)]).fetchall())
+    read = {file: version for file, version in versions.items() if version}  # One that cannot be read has no version.
     return Partitions(
-        new=[one for one in found if one.file not in versions and (only is None or only.get(one.file) == one.version)],
-        gone=sorted(versions.keys() - {partition.file for partition in found}),
-        changed=[one for one in found if one.file in versions and one.version != versions[one.file]],
+        new=[
+            one
+            for one in found
+            if one.file not in read
+            and one.version != versions.get(one.file)
+            and (only is None or only.get(one.file) == one.version)
+        ],
+        gone=sorted(read.keys() - {partition.file for partition in found}),
+        changed=[one for one in found if one.file in read and one.version != read[one.file]],
     )
 
 

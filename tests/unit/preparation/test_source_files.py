@@ -558,9 +558,14 @@ class TestWebDataset:
         write_tar(tmp_path / "set" / "0.tar", sample("0", IMAGE, b"x"))
         os.mkfifo(tmp_path / "set" / "1.tar")
         (tmp_path / "set" / "2.tar").symlink_to(tmp_path / "elsewhere.tar")
-        assert reasons(read(tmp_path / "set")) == [["x"], "unreadable", "unreadable"]
+        items = read(tmp_path / "set")
+        assert reasons(items) == [["x"], "unreadable", "unreadable"]
         with pytest.raises(DataError, match=r"1\.tar is a pipe"):
             open_source(tmp_path / "set" / "1.tar")
+        known = write_known(tmp_path / "known.parquet", items)
+        assert partitions(open_source(tmp_path / "set"), known) == [], "they are rejected once"
+        (tmp_path / "elsewhere.tar").replace(tmp_path / "set" / "2.tar")
+        assert [one.file for one in partitions(open_source(tmp_path / "set"), known)] == ["2.tar"]
 
     def test_growth(self, tmp_path):
         root = tmp_path / "set"
