@@ -19,6 +19,7 @@ from diffusion.config.data import ImageSize
 from diffusion.datasets.encoded import EncodedManifest
 from diffusion.datasets.manifest import DAMAGED, MANIFEST, REMOVED_SAMPLES, WORK
 from diffusion.datasets.mds import INDEX, delete_unnamed, read_shards, stored_file, write_index
+from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
 from diffusion.files import PARTIAL
 from diffusion.preparation.layout import REMOVED, REMOVED_KEYS, WRITER
@@ -180,6 +181,10 @@ class Output:
 
     def _check_same_encoding(self, found: dict[str, Any]) -> None:
         there, here = asdict(EncodedManifest.from_json(found, shown(self.uri))), asdict(self.manifest)
+        if all(name.split("/")[1] in self.manifest.sizes for name in self.folders):
+            # Images of all buckets have sizes of their own. `resolution` is that of the largest, which may be new.
+            side = there["resolution"]
+            here |= {"resolution": side, "transform": ImageTransform.square(side).identity()}
         differences = sorted(key for key in here if key not in CHANGING and here[key] != there[key])
         if differences:
             raise DataError(

@@ -128,6 +128,16 @@ def test_aspect_ratio_buckets_are_encoded_at_their_size(tmp_path: Path) -> None:
         encode(tmp_path / "squares", tmp_path / "no", models=MODELS)
 
 
+def test_growth_brings_a_larger_aspect_ratio_bucket(tmp_path: Path) -> None:
+    prepared, out = tmp_path / "prepared", tmp_path / "out"
+    for bucket, resolution in (("24x32", 28), ("32x32", 32)):
+        append_prepared(prepared / "train" / bucket, [prepared_sample(bucket, i) for i in range(3)], per_shard=3)
+        (manifest,) = encode(prepared, out, models=MODELS)
+        assert manifest.resolution == resolution
+    encode(prepared, tmp_path / "anew", models=MODELS)
+    assert digests(out) == digests(tmp_path / "anew")
+
+
 def test_text_embeddings(tmp_path: Path) -> None:
     write_prepared(tmp_path / "prepared", {"32-64": 5}, num_captions=3)
     encoder, out = text_encoder(), tmp_path / "out"
