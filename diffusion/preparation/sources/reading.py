@@ -211,14 +211,16 @@ def _unfit(uri: str) -> Iterator[None]:
 def read_below(root: str, folder: str, path: str, limit: int) -> bytes:
     """Read the file that a row of a table names, as `read_file` does.
 
-    The path begins in `folder`, that of the table; it must not lead out of `root`, the folder of the source.
+    A relative path begins in `folder`, that of the table, an absolute one with `root`, the folder of the source. It
+    must not lead out of that.
     """
-    path = path.removeprefix(root.rstrip("/") + "/")
-    if is_url(path) or path.startswith("//"):
+    top = root.rstrip("/")
+    inside = path.removeprefix(f"{top}/")
+    if is_url(inside) or inside.startswith("//"):
         detail = "the row holds a URL, which is not fetched; download the images first, for example with img2dataset"
         raise UnfitFileError(Reason.MISSING_IMAGE, detail)
-    below = folder.rstrip("/").removeprefix(root.rstrip("/")).strip("/")
-    name = posixpath.normpath(posixpath.join(below, path))
+    below = folder.rstrip("/").removeprefix(top).strip("/") if inside == path else ""
+    name = posixpath.normpath(posixpath.join(below, inside))
     if name.startswith(("../", "/")) or name == "..":
         raise UnfitFileError(Reason.UNREADABLE, "the row's path leads out of the source's folder")
     uri = storage.join(root, name)

@@ -650,6 +650,9 @@ class TestParquet:
         ]
         assert "img2dataset" in items[5].detail
         assert items[1].metadata == {"image_path": "sub/b.png", "tags": ["x", "y"]}
+        names = [str(tmp_path / "set" / "a.png"), "../a.png"]
+        write_parquet(tmp_path / "set" / "tables" / "x.parquet", {"file_name": names, "caption": ["x"] * 2})
+        assert [item.image for item in read(tmp_path / "set" / "*" / "*.parquet")] == [IMAGE + b"set/a.png"] * 2
         structs = pa.array(
             [{"bytes": None, "path": "a.png"}], pa.struct([("bytes", pa.binary()), ("path", pa.string())])
         )
