@@ -25,7 +25,7 @@ from diffusion.preparation.records import (
     make_record,
     record_of_files,
 )
-from diffusion.preparation.sources.base import Source, size_of_partitions
+from diffusion.preparation.sources.base import MANY, Source, size_of_partitions
 from diffusion.preparation.sources.caption_tables import TABLES, read_lines
 from diffusion.preparation.sources.reading import UnfitFileError, file_of, list_folder, name_of, printable, read_file
 
@@ -124,7 +124,8 @@ class FolderSource(Source):
             gone = database.execute(f"SELECT file {_GONE} ORDER BY file LIMIT {_NAMED_GONE}").fetchall()
             (num_new,) = database.execute(f"SELECT count(*) {_NEW}").fetchone() or (0,)
             size = size_of_partitions(self.partition_size, num_new)
-            changed = list(_cut(database.execute(f"SELECT {_COLUMNS} {_CHANGED} ORDER BY items.file"), size))
+            result = database.execute(f"SELECT {_COLUMNS} {_CHANGED} ORDER BY items.file")
+            changed = list(_cut(result, self.partition_size or MANY))
 
         def new() -> Iterator[Partition]:
             with scratch, database, _database_errors(self.path):

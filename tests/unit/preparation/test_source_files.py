@@ -260,6 +260,14 @@ class TestFolder:
             (tmp_path / f"{number:04d}.png").write_bytes(b"")
         assert {one.num_records for one in partitions(source)} == {24, 12}
 
+    def test_files_that_look_changed_are_few_partitions(self, tmp_path):
+        write_folder(tmp_path / "set", 20)
+        known = write_known(tmp_path / "known.parquet", read(tmp_path / "set"))
+        for path in (tmp_path / "set").iterdir():
+            os.utime(path, ns=(0, 0))
+        found = open_source(tmp_path / "set").partitions(known)
+        assert ([one.num_records for one in found.changed], list(found.new)) == ([20], [])
+
     def test_tables_in_subfolders(self, tmp_path):
         for split in ("train", "test"):
             (tmp_path / split / "a").mkdir(parents=True)
