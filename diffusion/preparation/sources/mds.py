@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import struct
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -116,14 +117,14 @@ class MDSSource(Source):
 
     def _cut(self, folder: str, shards: Mapping[str, Any], versions: Mapping[str, str]) -> Iterator[Partition]:
         """Make the partitions of an MDS folder. `start` is the number of the first sample in the folder."""
-        removed = self._removed_from(folder)
+        removed = sorted(self._removed_from(folder))
         stop = 0
         for basename, shard in shards.items():
             start, stop = stop, stop + shard["samples"]
             if start == stop:
                 continue
             name = f"{folder}/{basename}".lstrip("/")
-            gone = sorted(number for number in removed if start <= number < stop)
+            gone = removed[bisect_left(removed, start) : bisect_left(removed, stop)]
             state = json.dumps([shard, gone, versions.get(name)], sort_keys=True).encode()
             version = hashlib.blake2b(state, digest_size=16).hexdigest()
             yield Partition(file=file_of(name), start=start, stop=stop, version=version,

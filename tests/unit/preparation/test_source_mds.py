@@ -59,13 +59,16 @@ class TestPrepared:
 
     def test_removed_samples_are_rejected(self, prepared, tmp_path):
         known = write_known(tmp_path / "known.parquet", read(prepared))
-        (prepared / "withdrawn.json").write_text(json.dumps({"train/16-34": [1]}))
+        (prepared / "withdrawn.json").write_text(json.dumps({"train/16-34": [1, 6]}))
         items = read(prepared)
         removed = [item for item in items if isinstance(item, Rejected)]
-        assert [(item.key, item.reason) for item in removed] == [("prepared/set/0001.png", Reason.REMOVED)]
+        assert [(item.key, item.reason) for item in removed] == [
+            (f"prepared/set/000{number}.png", Reason.REMOVED) for number in (1, 6)
+        ]
         assert read(prepared / "train" / "16-34")[1].key == "16-34/set/0001.png"
         found = open_source(prepared).partitions(known)
-        assert [one.file for one in found.changed] == [removed[0].location.file]
+        assert [one.file for one in found.changed] == [item.location.file for item in removed]
+        assert len({item.location.file for item in removed}) == 2
         assert (list(found.new), list(found.gone)) == ([], [])
 
     def test_half_written_and_encoded_data(self, tmp_path):
