@@ -52,7 +52,8 @@ class ArrowSource(TableSource):
             except (UnfitFileError, ValueError, KeyError, TypeError, RecursionError) as error:
                 raise DataError(f"{printable(shown(uri))} does not list the files of a data set ({first_line(error)}); "
                                 "save the data set again") from error  # fmt: skip
-        if missing := [name for name in listed if name not in set(taken)]:
+        there = set(taken)
+        if missing := [name for name in listed if name not in there]:
             raise DataError(f"{self.path} lacks {printable(missing[0])}, which a {_STATE} lists; save it again")
         return listed
 

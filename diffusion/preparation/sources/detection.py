@@ -232,7 +232,12 @@ def _open_folder(folder: str, name: str, settings: dict[str, Any]) -> Any:
     has_images = any(map(is_image_name, names))
     if MANIFEST not in names and (SCAN in names or any(one.startswith(f"{WORK}/") for one in names)) and not has_images:
         raise DataError(f"{path} is half-written; run the command that writes it (prepare or encode) again")
-    found: dict[str, Source] = {what: kind(**make) for what, kind in _FILES.items() if kind(**make).takes(names)}
+    found: dict[str, Source] = {}
+    for what, kind in _FILES.items():
+        source = kind(**make)
+        # The files that a state.json lists may lie beyond the names that were looked at.
+        if Source.takes(source, names) if kind is ArrowSource else source.takes(names):
+            found[what] = source
     if mds_folders(names):
         found["MDS folders"] = MDSSource(prepared=prepared_root(folder), **make)
     if has_images or (not found and any(one.rpartition("/")[2] in TABLES for one in names)):

@@ -8,7 +8,8 @@ import pytest
 
 from diffusion.errors import DataError, MachineError
 from diffusion.preparation.records import Reason, Record, Rejected
-from diffusion.preparation.sources import open_sources
+from diffusion.preparation.sources import detection, open_sources
+from diffusion.preparation.sources.reading import list_folder
 from tests.tools.image_files import noise, write_tar
 from tests.tools.sources import open_source, partitions, read, reasons, write_known
 
@@ -53,6 +54,15 @@ class TestOnDisk:
         assert len(items) == NUM and len({item.key for item in items}) == NUM
         files = [one.file for one in partitions(open_source(tmp_path / "saved"))]
         assert files == [f"data-0000{number}-of-00003.arrow" for number in range(3)]
+
+    def test_more_files_than_detection_looks_at(self, dataset, tmp_path, monkeypatch):
+        dataset.save_to_disk(tmp_path / "saved", num_shards=3)
+        monkeypatch.setattr(detection, "_LOOKED_AT", 4)
+        monkeypatch.setattr(detection, "list_folder", lambda path: sorted(list_folder(path), reverse=True))
+        check(read(tmp_path / "saved"), "saved/data-00000-of-00003.arrow#0")
+        (tmp_path / "saved" / "data-00000-of-00003.arrow").unlink()
+        with pytest.raises(DataError, match=r"lacks data-00000-of-00003\.arrow, which a state\.json lists"):
+            open_source(tmp_path / "saved")
 
     def test_splits(self, dataset, tmp_path, caplog):
         datasets.DatasetDict(train=dataset, test=dataset.select(range(3))).save_to_disk(tmp_path / "both")
