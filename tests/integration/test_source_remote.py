@@ -340,6 +340,10 @@ class TestWeb:
             assert web.failures[path, how] == 0
             assert web.asked[path] > 5, "by ranges"
 
+    def test_a_file_that_was_scanned_before(self, web: WebServer):
+        source = open_source(f"{web.url}/tars/0.tar")
+        assert open_sources([source.root], scanned=[source]) == [source]
+
     def test_failures_that_stay(self, web: WebServer, monkeypatch):
         web.failures["/tars/0.tar", "broken"] = 1000
         monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")

@@ -106,6 +106,8 @@ def path_of(entry: str | Mapping[str, Any] | SourceConfig) -> str:
 def is_empty(entry: str | Mapping[str, Any] | SourceConfig) -> bool:
     """Whether an entry is a folder, or could be one of a store, that holds no file yet."""
     path = path_of(entry)
+    if _is_web(path):  # A file.
+        return False
     return (is_url(path) or Path(path).is_dir()) and next(list_folder(path), None) is None
 
 
@@ -137,7 +139,7 @@ def _open(text: str, settings: dict[str, Any]) -> Source:
     if is_url(text):
         _check_url(text)
         path = _root(text)
-        is_web = path.startswith(("http://", "https://"))
+        is_web = _is_web(path)
         is_pattern = not is_web and glob.has_magic(path.partition("://")[2])
         is_file = not is_pattern and _kind_of_file(path) is not None and (is_web or storage.exists(path))
         if is_file and is_web:
@@ -155,6 +157,10 @@ def _open(text: str, settings: dict[str, Any]) -> Source:
     if kind is None:
         raise DataError(f"{printable(text)} is neither a tar nor a parquet file; a source is {KINDS}")
     return kind(name=name, root=path, is_file=True, **settings)
+
+
+def _is_web(path: str) -> bool:
+    return path.startswith(("http://", "https://"))
 
 
 def _root(text: str) -> str:
