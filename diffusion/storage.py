@@ -342,7 +342,7 @@ def _attempt(uri: str, access: Access | None, request: Callable[["_Store"], T]) 
             return request(store)
         except UnavailableError as error:
             first_failure = first_failure or time.monotonic()
-            pause = min(FIRST_PAUSE * 2.0 ** (number - 1), LONGEST_PAUSE) + random.random() / 2
+            pause = min(FIRST_PAUSE * 2.0 ** min(number - 1, 10), LONGEST_PAUSE) + random.random() / 2
             if access.seconds is not None:
                 pause = min(pause, first_failure + access.seconds - time.monotonic())
             if pause <= 0 or (access.seconds is None and number >= access.attempts):

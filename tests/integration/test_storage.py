@@ -129,6 +129,13 @@ def test_errors_are_the_users_and_go_through_agreement():
         agree(fail)
 
 
+def test_an_outage_of_hours_is_bridged(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(storage, "LONGEST_PAUSE", 1e-9)
+    monkeypatch.setattr("random.random", lambda: 0.0)
+    request = Mock(side_effect=[*[UnavailableError("gone")] * 1100, "content"])
+    assert storage._attempt("memory://x", Access(seconds=3600.0), request) == "content"
+
+
 def test_names_and_secrets():
     assert storage.shown(f"https://u:{SECRET}@h/x?y={SECRET}#z") == "https://h/x"
     assert storage.shown(f"sftp://me:{SECRET}@h/x") == "sftp://h/x"
