@@ -102,19 +102,19 @@ class Encoder:
         self._num_chunks, self._precision = models.num_chunks, precision
 
     @torch.inference_mode()
-    def start(self, images: Mapping[ImageSize, Tensor], token_ids: list[Tensor]) -> Encoded:
+    def start(self, images: Mapping[ImageSize, Tensor], token_ids: Tensor) -> Encoded:
         """Encode a batch.
 
         Args:
             images: For each size uint8 [B, 3, height, width].
-            token_ids: int32 [K, L] of each sample.
+            token_ids: int32 [K, L] of the captions of all samples.
         """
         embeddings: TextEncoding | None = None
         copied: Any = None
         with _one_thread(self.device):
             moments = {size: self._moments(pixels) for size, pixels in images.items()}
             if self._text_encoder is not None:
-                embeddings = self._embed(self._text_encoder, torch.cat(token_ids))
+                embeddings = self._embed(self._text_encoder, token_ids)
         if self.device.type == "cuda":
             copied = torch.cuda.Event()
             copied.record(torch.cuda.current_stream(self.device))

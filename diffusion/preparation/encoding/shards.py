@@ -79,8 +79,10 @@ class ImageBatch(NamedTuple):
     """For each size uint8 [B, 3, height, width]."""
     placements: dict[ImageSize, Tensor]
     """For each size int32 [B, 6], see `Placement`."""
-    token_ids: list[Tensor]
-    """int32 [K, L] of each sample."""
+    token_ids: Tensor
+    """int32 [K, L] of the captions of all samples. A tensor of each sample would be a file descriptor of each."""
+    num_captions: list[int]
+    """Captions of each sample, K in all."""
     scores: Tensor
     """float32 [B, S]."""
     keys: list[str]
@@ -174,7 +176,7 @@ class _DecodedImages(Dataset):
             for size, transform in transforms.items():
                 images[size].append(np.zeros((3, *size), np.uint8) if image is None else transform(image))
                 placements[size].append(transform.placement((size.width, size.height) if image is None else image.size))
-            token_ids.append(torch.from_numpy(self._tokenize(captions).astype(np.int32)))
+            token_ids.append(self._tokenize(captions).astype(np.int32))
             scores.append(found)
             keys.append(sample["key"])
         return ImageBatch(
@@ -182,7 +184,8 @@ class _DecodedImages(Dataset):
             piece.start,
             {size: torch.from_numpy(np.stack(arrays)) for size, arrays in images.items()},
             {size: torch.tensor(of_size, dtype=torch.int32) for size, of_size in placements.items()},
-            token_ids,
+            torch.from_numpy(np.concatenate(token_ids)),
+            list(map(len, token_ids)),
             torch.from_numpy(np.stack(scores)),
             keys,
             damaged,
@@ -204,7 +207,7 @@ class _Assembler:
         shard = self._shard
         assert batch.start == shard.num_samples, (batch.start, shard.num_samples)
         encoded.wait()
-        embeddings = _split_embeddings(batch, encoded)
+        token_ids, embeddings = _split(batch, batch.token_ids), _split_embeddings(batch, encoded)
         blank = {*batch.damaged, *batch.removed}
         for size, moments in encoded.moments.items():
             means, logvars = (moment.numpy() for moment in moments)
@@ -212,7 +215,7 @@ class _Assembler:
             for i, key in enumerate(batch.keys):
                 if not finite[i]:
                     raise DataError(f"the VAE gives no finite float16 latent for '{key}': check its weights")
-                sample: dict[str, Any] = {"token_ids": batch.token_ids[i].numpy(), "key": key}
+                sample: dict[str, Any] = {"token_ids": token_ids[i], "key": key}
                 sample["scores"] = batch.scores[i].numpy()
                 sample["placement"] = batch.placements[size][i].numpy()
                 for name, moment in (("latent_mean", means[i]), ("latent_logvar", logvars[i])):
@@ -280,11 +283,14 @@ def _split_embeddings(batch: ImageBatch, encoded: Encoded) -> list[tuple[np.ndar
     """Return hidden states [K, L, D] and pooled text [K, P] of each sample."""
     if encoded.embeddings is None:
         return None
-    arrays = [tensor.numpy() for tensor in encoded.embeddings]
-    if not all(np.isfinite(array).all() for array in arrays):
+    if not all(np.isfinite(tensor.numpy()).all() for tensor in encoded.embeddings):
         raise DataError("the text encoder gives embeddings that are not finite in float16: check its weights")
-    ends = list(itertools.accumulate(len(ids) for ids in batch.token_ids))
-    return list(zip(*(np.split(array, ends[:-1]) for array in arrays), strict=True))
+    return list(zip(*(_split(batch, tensor) for tensor in encoded.embeddings), strict=True))
+
+
+def _split(batch: ImageBatch, of_captions: Tensor) -> list[np.ndarray]:
+    """Cut an array of all captions by sample."""
+    return np.split(of_captions.numpy(), np.cumsum(batch.num_captions)[:-1])
 
 
 def _cut(sizes: Sequence[int], limit: int) -> list[int]:

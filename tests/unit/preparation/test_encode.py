@@ -22,9 +22,11 @@ from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.preparation.encoding.encode import encode
 from diffusion.preparation.encoding.models import Encoder, EncodingModels
+from diffusion.preparation.encoding.shards import _Assembler
 from tests.tools.training_runs import ROOT
 from tests.tools.written_data import (
     PREPARED,
+    append_prepared,
     data_config,
     prepared_sample,
     smooth_image,
@@ -120,6 +122,20 @@ def test_workers_do_not_change_a_byte_and_batch_size_rounds_only(prepared: Path,
         assert one["key"] == other["key"]
     with pytest.raises(DataError, match="batch_size"):
         run(prepared, tmp_path / "a", batch_size=3)
+
+
+def num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_batches_that_wait_hold_few_file_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    append_prepared(tmp_path / "prepared/train/32-64", [prepared_sample("x", i) for i in range(24)], per_shard=24)
+    add, held = _Assembler.add, []
+    monkeypatch.setattr(_Assembler, "add", lambda self, batch, encoded: held.append(batch) or add(self, batch, encoded))
+    before = num_descriptors()
+    run(tmp_path / "prepared", tmp_path / "out", batch_size=24, num_workers=1)
+    assert [len(batch.keys) for batch in held] == [24]
+    assert num_descriptors() - before < 12
 
 
 def test_mean_only(prepared: Path, tmp_path: Path) -> None:
