@@ -97,11 +97,11 @@ def open_huggingface(text: str, settings: dict[str, Any]) -> HuggingFaceSource:
     split, configuration = parts[1] if parts[1:] and parts[1] else "train", parts[2] if parts[2:] else None
     try:
         from datasets.exceptions import DatasetNotFoundError
-        from huggingface_hub.errors import RepositoryNotFoundError
+        from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
     except ImportError as error:
         raise MachineError(f"{text} needs the package datasets; pip install -e '.[huggingface]'") from error
     try:
-        commit = revision or _commit_of(dataset)
+        commit = _commit_of(dataset, revision or None)
         root = f"hf://datasets/{dataset}@{commit}" if commit else str(Path(dataset).absolute())
         source = HuggingFaceSource(
             name=dataset.rstrip("/").rpartition("/")[2], root=root, dataset=dataset, revision=commit, split=split,
@@ -109,8 +109,9 @@ def open_huggingface(text: str, settings: dict[str, Any]) -> HuggingFaceSource:
         )  # fmt: skip
         if not any(next(source.scan(partition), None) for partition in source.partitions().new):
             raise DataError(f"{source.path} has no rows; correct the split or the configuration")
-    except (DatasetNotFoundError, RepositoryNotFoundError) as error:
-        raise DataError(f"{text}: there is no such data set, or not without HF_TOKEN; write {SPELLING}") from error
+    except (DatasetNotFoundError, RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise DataError(f"{text}: there is no such data set or revision, or not without HF_TOKEN; write {SPELLING}"
+                        ) from error  # fmt: skip
     except (ValueError, RuntimeError, FileNotFoundError) as error:
         raise DataError(f"{text}: {first_line(error)}; write {SPELLING}") from error
     except OSError as error:
@@ -118,10 +119,10 @@ def open_huggingface(text: str, settings: dict[str, Any]) -> HuggingFaceSource:
     return source
 
 
-def _commit_of(dataset: str) -> str | None:
-    """Return the commit that a name on the hub stands for now; None for a folder of this machine."""
+def _commit_of(dataset: str, revision: str | None) -> str | None:
+    """Return the commit that a name and a branch or tag on the hub stand for now; None for a folder of this machine."""
     if Path(dataset).exists():
         return None
     from huggingface_hub import HfApi
 
-    return HfApi().dataset_info(dataset).sha
+    return HfApi().dataset_info(dataset, revision=revision).sha

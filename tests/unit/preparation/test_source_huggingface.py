@@ -2,13 +2,17 @@ import os
 import pickle
 import sys
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pytest
+from huggingface_hub import HfApi
+from huggingface_hub.errors import RevisionNotFoundError
 
 from diffusion.errors import DataError, MachineError
 from diffusion.preparation.records import Reason, Record, Rejected
 from diffusion.preparation.sources import detection, open_sources
+from diffusion.preparation.sources.huggingface import HuggingFaceSource
 from diffusion.preparation.sources.reading import list_folder
 from tests.tools.image_files import noise, write_tar
 from tests.tools.sources import open_source, partitions, read, reasons, write_known
@@ -149,6 +153,23 @@ class TestStreaming:
         for _ in range(3):
             assert len(list(pickle.loads(pickle.dumps(source)).scan(partition))) == NUM
         assert len(made) == 1
+
+    def test_a_branch_is_the_commit_that_it_was_when_the_source_was_opened(self, dataset, tmp_path, monkeypatch):
+        dataset.to_parquet(tmp_path / "train-0.parquet")
+        builder, commits = datasets.load_dataset_builder(str(tmp_path)), {"main": "a" * 40, None: "b" * 40}
+
+        def find(_, name, revision=None):
+            if revision not in commits:
+                raise RevisionNotFoundError("404", response=Mock())
+            return Mock(sha=commits[revision])
+
+        monkeypatch.setattr(HfApi, "dataset_info", find)
+        monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: builder)
+        for text, revision in (("someone/set", None), ("someone/set@main", "main")):
+            source = open_source(f"hf-dataset:{text}")
+            assert isinstance(source, HuggingFaceSource) and source.revision == commits[revision]
+        with pytest.raises(DataError, match="no such data set or revision"):
+            open_source("hf-dataset:someone/set@none")
 
     def test_the_files_of_a_folder_are_listed_again_when_it_has_grown(self, dataset, tmp_path, monkeypatch):
         (tmp_path / "set").mkdir()
