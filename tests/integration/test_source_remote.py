@@ -19,7 +19,7 @@ from streaming import MDSWriter
 from diffusion import storage
 from diffusion.errors import DataError, MachineError, UserError
 from diffusion.preparation.records import Reason, Record, Rejected
-from diffusion.preparation.sources import Source, open_sources
+from diffusion.preparation.sources import Source, open_sources, tables
 from diffusion.storage import open_file, shown
 from tests.tools.image_files import noise, sample, tree, write_folder, write_tar
 from tests.tools.s3_server import S3Server, find_s3rver, s3_process, s3_server
@@ -402,6 +402,20 @@ def test_what_fsspec_reaches(layouts):
             open_source("memory://bucket/none")
     finally:
         memory.rm("/bucket", recursive=True)
+
+
+def test_images_that_a_table_of_a_store_names_are_read_at_once(monkeypatch):
+    barrier = threading.Barrier(8, timeout=5)
+    monkeypatch.setattr(tables, "read_below", lambda *_: str(barrier.wait()).encode())
+    memory, file = fsspec.filesystem("memory"), io.BytesIO()
+    pq.write_table(pa.table({"path": [f"{i}.png" for i in range(8)], "caption": ["x"] * 8}), file)
+    memory.pipe_file("/paths/x.parquet", file.getvalue())
+    source = open_source("memory://paths")
+    (partition,) = partitions(source)
+    records = list(source.scan(partition))
+    assert all(isinstance(item, Record) for item in records)
+    assert len(list(source.images(partition, [item.location for item in records]))) == 8
+    memory.rm("/paths", recursive=True)
 
 
 def test_a_remote_file_seeks_and_ends_like_a_local_one(layouts, monkeypatch):

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -97,14 +98,14 @@ class TableSource(Source):
                     yield Rejected(f"{prefix}#{row}", batch.reason, replace(base, row=row), batch.detail)
                 continue
             columns = self.find_columns(partition.file, batch.rows.schema)
-            for at in range(batch.rows.num_rows):
-                row = batch.start + at
-                yield self._record(f"{prefix}#{row}", replace(base, row=row), batch.rows, at, columns)
+            make = partial(self._record, prefix, base, columns, batch.start, batch.rows)
+            yield from self.map(make, range(batch.rows.num_rows))
 
     def _record(
-        self, key: str, location: Location, batch: pa.RecordBatch, at: int, columns: Columns
+        self, prefix: str, base: Location, columns: Columns, start: int, batch: pa.RecordBatch, at: int
     ) -> Record | Rejected:
         """Make the record of a row; the image's file is read where the row holds a path."""
+        key, location = f"{prefix}#{start + at}", replace(base, row=start + at)
         size = sum(_bytes_of(batch.column(name)[at]) for name in columns.metadata)
         if size > self.row_limit():
             return Rejected(key, Reason.TOO_LARGE, location, f"{size} bytes are more than limits.max_metadata_kb")
@@ -116,7 +117,8 @@ class TableSource(Source):
             detail = f"captions of {_bytes_of(caption)} bytes are more than limits.max_caption_characters"
             return Rejected(key, Reason.TOO_LARGE, location, detail)
         try:
-            image, path = self._image(location.file, batch.column(columns.image)[at])
+            image, path = _image_of(batch.column(columns.image)[at], self.image_limit())
+            image = self._read(location.file, image)
         except UnfitFileError as error:
             return Rejected(key, error.reason, location, error.detail)
         if path:
@@ -124,6 +126,10 @@ class TableSource(Source):
         return make_record(key, image, _value_of(caption), metadata, location)
 
     def _images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
+        yield from self.map(partial(self._read, partition.file), self._images_or_paths(partition, locations))
+
+    def _images_or_paths(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes | str]:
+        """Yield the images of rows, or where a row holds a path, that; an UnfitFileError if there is neither."""
         batches = self.batches(partition, {location.row_group for location in locations})
         batch: Batch | None = Batch(0, None, None)
         for location in locations:
@@ -134,25 +140,36 @@ class TableSource(Source):
                 raise UnfitFileError(Reason.MISSING_IMAGE, f"there is no row {row}")
             if batch.rows is None:
                 raise UnfitFileError(batch.reason, f"row {row}: {batch.detail}")
-            yield self._image(partition.file, batch.rows.column(0)[row - batch.start])[0]
+            yield _image_of(batch.rows.column(0)[row - batch.start], self.image_limit())[0]
 
-    def _image(self, file: str, scalar: Any) -> tuple[bytes, str]:
-        """Return the image of a row, and its path; an UnfitFileError if there is none, or it cannot be read."""
-        path = ""
-        if scalar.is_valid and pa.types.is_struct(scalar.type):
-            kind = scalar.type
-            path = _value_of(scalar["path"]) or "" if kind.get_field_index("path") >= 0 else ""
-            has_bytes = kind.get_field_index("bytes") >= 0 and (scalar["bytes"].is_valid or not path)
-            scalar = scalar["bytes" if has_bytes else "path"]
-        if not scalar.is_valid:
-            raise UnfitFileError(Reason.MISSING_IMAGE, "the image is null")
-        if _is_text(scalar.type):
-            path = _value_of(scalar)
-            folder = self.uri(file).rpartition("/")[0]
-            return read_below(folder if self.is_file else self.root, folder, path, self.image_limit()), path
-        if (size := _bytes_of(scalar)) > self.image_limit():
-            raise UnfitFileError(Reason.TOO_LARGE, f"{size} bytes are more than {self.image_limit()}")
-        return scalar.as_py(), path
+    def _read(self, file: str, image: bytes | str) -> bytes:
+        """Return an image, which is read if it is a path in a table; an UnfitFileError if it cannot be read."""
+        if isinstance(image, bytes):
+            return image
+        folder = self.uri(file).rpartition("/")[0]
+        return read_below(folder if self.is_file else self.root, folder, image, self.image_limit())
+
+
+def _image_of(scalar: Any, limit: int) -> tuple[bytes | str, str]:
+    """Return the image of a row, or the path of its file, and the path.
+
+    Raises:
+        UnfitFileError: there is none, or it has more bytes than `limit`.
+    """
+    path = ""
+    if scalar.is_valid and pa.types.is_struct(scalar.type):
+        kind = scalar.type
+        path = _value_of(scalar["path"]) or "" if kind.get_field_index("path") >= 0 else ""
+        has_bytes = kind.get_field_index("bytes") >= 0 and (scalar["bytes"].is_valid or not path)
+        scalar = scalar["bytes" if has_bytes else "path"]
+    if not scalar.is_valid:
+        raise UnfitFileError(Reason.MISSING_IMAGE, "the image is null")
+    if _is_text(scalar.type):
+        path = _value_of(scalar)
+        return path, path
+    if (size := _bytes_of(scalar)) > limit:
+        raise UnfitFileError(Reason.TOO_LARGE, f"{size} bytes are more than {limit}")
+    return scalar.as_py(), path
 
 
 def _bytes_of(scalar: Any) -> int:
