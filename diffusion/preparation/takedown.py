@@ -358,6 +358,7 @@ def _update_splits(dataset: str, manifest: PreparedManifest) -> None:
 
 
 def _take_down_shards(dataset: str, asked: set[str], erase: bool) -> tuple[list[_Sample], int]:
+    clear_folders(dataset, WORK)  # Of a growth, whose shards were encoded before the takedown.
     names = storage.list_files(dataset)
     facts = [name for name in names if name.startswith("facts/") and name.endswith(".parquet")]
     indexes = sorted(name for name in names if name.split("/")[0] in SPLITS and name.endswith(f"/{INDEX}"))
@@ -367,7 +368,6 @@ def _take_down_shards(dataset: str, asked: set[str], erase: bool) -> tuple[list[
     marks = _mark(dataset, samples)
     if not erase:
         return samples, 0
-    clear_folders(dataset, WORK)  # Of a growth, whose shards were encoded before the takedown.
     count, named = 0, {}
     for folder in folders:
         old = read_shards(storage.join(dataset, folder))

@@ -10,7 +10,6 @@ import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
 from diffusion.files import PARTIAL
 from diffusion.preparation.layout import REMOVED, REMOVED_KEYS, WRITER
-from diffusion.preparation.metadata import hash_key
 from diffusion.preparation.output import check_empty, clear_folders
 from diffusion.preparation.removed import read_removed
 from diffusion.storage import MissingFileError, is_url, join, shown
@@ -61,8 +59,6 @@ class ShardRecord:
     them."""
     removed_samples: list[int] = field(default_factory=list)
     """Likewise, of samples that were removed."""
-    removed: str = ""
-    """Identity of the removed keys: a shard that was encoded before a takedown is encoded again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +71,6 @@ class Target:
     """URI of the MDS folder."""
     record: str
     """URI of the file that is written when the shard is there."""
-    removed: str
-    """Identity of the removed keys of the data set."""
 
 
 @dataclass(kw_only=True)
@@ -95,11 +89,6 @@ class Output:
     removed: frozenset[str] = frozenset()
     """Hashes of the removed keys."""
 
-    @cached_property
-    def removed_identity(self) -> str:
-        """Identity of the removed keys; empty if there are none."""
-        return hash_key(" ".join(sorted(self.removed))) if self.removed else ""
-
     @property
     def num_samples(self) -> int:
         """Samples of all folders."""
@@ -116,7 +105,7 @@ class Output:
             return None
         size = self.manifest.size_of(name.partition("/")[2])
         record = join(self.uri, RECORDS, _record_name(name, number))
-        return Target(size=size, folder=join(self.uri, name), record=record, removed=self.removed_identity)
+        return Target(size=size, folder=join(self.uri, name), record=record)
 
     def open(self, prepared: str) -> None:
         """Look at what the claimed folder holds; say what is encoded there, if a shard is missing.
@@ -226,8 +215,7 @@ class Output:
                 record = ShardRecord(**storage.read_json(join(folder, name))) if name in there else None
             except (DataError, TypeError):
                 return None
-            same = (shard_identity(entry), self.removed_identity)
-            return record if record and (record.source, record.removed) == same else None
+            return record if record and record.source == shard_identity(entry) else None
 
         records: dict[str, list[ShardRecord | None]] = {}
         for name, entries in self.folders.items():

@@ -249,7 +249,6 @@ class _Assembler:
             entries=entries,
             damaged=sorted(shard.damaged),
             removed_samples=shard.removed,
-            removed=target.removed,
         )
         storage.write_json(target.record, vars(record))
 
