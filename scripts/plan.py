@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffusion.config.checks import is_location
+from diffusion.config.fields import check_sections
 from diffusion.config.loading import load_config
 from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError
@@ -133,6 +134,8 @@ def load_configs(words: Sequence[str], samples: Sequence[float] | None) -> list[
     if samples is not None and len(samples) != len(files):
         raise ConfigurationError(f"--samples has {len(samples)} numbers for {len(files)} runs: give one for each")
     configs = [load_config(file, overrides, may_miss=is_location) for file in files]
+    for config in configs:
+        check_sections(config)
     for config, number in zip(configs, samples or [], strict=samples is not None):
         config.plan.num_samples = int(number)
     return configs

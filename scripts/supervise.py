@@ -78,6 +78,7 @@ def main() -> None:
     """Supervise."""
     options = parse_arguments()
     fleet = read_fleet(options)
+    from diffusion.config.fields import check_sections
     from diffusion.config.loading import load_config
     from diffusion.operations.events import EventLog
     from diffusion.operations.heartbeats import heartbeat_folder
@@ -88,11 +89,12 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s supervisor: %(message)s")
     yaml, overrides = split_command(options.command)
     config = load_config(yaml, overrides)
+    check_sections(config)
     run, settings = Path(config.output_folder).expanduser(), config.operations.supervision
     if options.grow_after is not None and settings.check_timeout is None:
         raise ConfigurationError("--grow-after needs the check of hosts: set operations.supervision.check_timeout")
     events = EventLog(run, webhook_address(settings.webhook_variable))
-    job = HostedJob(options.command, [yaml, *overrides], fleet, config.data, settings.check_timeout, events)
+    job = HostedJob(options.command, [yaml, *overrides], fleet, config, settings.check_timeout, events)
     heartbeats = heartbeat_folder(config, run)
     supervisor = Supervisor(
         job.start,

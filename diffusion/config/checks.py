@@ -68,11 +68,17 @@ def check(config: Config, *, world_size: int, side_factor: int | None = None) ->
     sections_are_right = not problems
     problems += [*_folders(config), *_tasks(config)]
     if sections_are_right:
-        problems += [*_times(config), *_image_sizes(config, side_factor), *_ranks(config, world_size)]
+        problems += [*_times(config), *_image_sizes(config, side_factor), *rank_problems(config, world_size)]
         problems += _transformed_sizes(config)
+    raise_all(ConfigurationError, problems)
+
+
+def rank_problems(config: Config, world_size: int) -> list[str]:
+    """List what keeps a configuration, whose sections are right, from starting on a number of ranks."""
+    problems = list(_ranks(config, world_size))
     if not problems and config.performance.cuda_graphs:
         problems += _cuda_graphs(config, world_size)
-    raise_all(ConfigurationError, problems)
+    return problems
 
 
 def _folders(config: Config) -> Iterator[str]:

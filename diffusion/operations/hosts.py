@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from diffusion.config.data import DataConfig, group_size, legal_world_sizes
+from diffusion.config.checks import rank_problems
+from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.operations.checks.nodes import NodeSpeed, compare_nodes, unfit_nodes
 from diffusion.operations.checks.verdicts import Level, Verdict, merge, problem, raise_problems
@@ -137,8 +138,8 @@ class Fleet:
     """None is one for each GPU, or one without GPUs; hosts with another number of GPUs than most are unfit then."""
 
 
-def choose_hosts(found: Survey, fleet: Fleet, data: DataConfig) -> tuple[tuple[str, ...], int]:
-    """Choose fit hosts in their order: the wanted number, or else the largest one that divides the batches.
+def choose_hosts(found: Survey, fleet: Fleet, config: Config) -> tuple[tuple[str, ...], int]:
+    """Choose fit hosts in their order: the wanted number, or else the largest one on which the run can start.
 
     The results of the run do not depend on the number.
 
@@ -146,7 +147,7 @@ def choose_hosts(found: Survey, fleet: Fleet, data: DataConfig) -> tuple[tuple[s
         The hosts, and the world size.
 
     Raises:
-        MachineError: all hosts have the same problem, or no number of fit ones suits the batches.
+        MachineError: all hosts have the same problem, or the run can start on no number of fit ones.
     """
     _raise_shared_problems(found)
     unfit, ranks = set(found.unfit), fleet.ranks_per_host
@@ -156,16 +157,16 @@ def choose_hosts(found: Survey, fleet: Fleet, data: DataConfig) -> tuple[tuple[s
         unfit |= {host for host, number in num_gpus.items() if number != usual}
         ranks = max(1, usual)
     fit = [host for host in found.hosts if host not in unfit]
-    legal = set(legal_world_sizes(data.global_batch_size, group_size(data)))
     most = min(fleet.wanted or len(fit), len(fit))
-    num = next((num for num in range(most, 0, -1) if num * ranks in legal), None)
+    problems = {num: rank_problems(config, num * ranks) for num in range(most, 0, -1)}
+    num = next((num for num, of_num in problems.items() if not of_num), None)
     if num is None:
         dropped = ", ".join(host for host in found.hosts if host in unfit) or "nothing"
-        raise MachineError(
-            f"{len(fit)} of {len(found.hosts)} hosts are fit, and no number of them with {ranks} ranks each divides "
-            f"data.global_batch_size={data.global_batch_size} evenly: repair {dropped}, or start another number of "
-            "ranks on each"
+        what = (
+            f"{len(fit)} of {len(found.hosts)} hosts are fit, and the run can start on no number of them with {ranks} "
+            f"ranks each: repair {dropped}, or start another number of ranks on each."
         )
+        raise MachineError(" ".join([what, *problems.get(most, [])]))
     return tuple(fit[:num]), num * ranks
 
 
@@ -183,7 +184,7 @@ class HostedJob:
         command: command that starts it.
         arguments: YAML and overrides in it.
         fleet: hosts that ssh reaches; None is this machine alone.
-        data: data whose batches are divided among the ranks.
+        config: configuration of the run, whose sections are right.
         timeout: seconds for the check; None omits it.
         events: log of events.
     """
@@ -193,11 +194,11 @@ class HostedJob:
         command: Sequence[str],
         arguments: Sequence[str],
         fleet: Fleet | None,
-        data: DataConfig,
+        config: Config,
         timeout: float | None,
         events: EventLog,
     ) -> None:
-        self._command, self._fleet, self._data = tuple(command), fleet, data
+        self._command, self._fleet, self._config = tuple(command), fleet, config
         self._timeout, self._events = timeout, events
         self.environment = dict(os.environ)
         """Variables of the job; `start` sets the ranks of each host."""
@@ -224,7 +225,7 @@ class HostedJob:
             if fleet is None:
                 _raise_shared_problems(found)
             else:
-                hosts, self._num_ranks = choose_hosts(found, fleet, self._data)
+                hosts, self._num_ranks = choose_hosts(found, fleet, self._config)
                 self._used, self._speeds = hosts, {host: found.speeds[host] for host in hosts}
                 self.environment["RANKS_PER_HOST"] = str(self._num_ranks // len(hosts))
                 log.info("%d ranks on %s", self._num_ranks, ", ".join(hosts))
@@ -245,7 +246,7 @@ class HostedJob:
         verdicts = (*found.verdicts, *compare_nodes(list(speeds.values())))
         joined = Survey(hosts=fleet.hosts, speeds=speeds, verdicts=verdicts)
         try:
-            return choose_hosts(joined, fleet, self._data)[1] > self._num_ranks
+            return choose_hosts(joined, fleet, self._config)[1] > self._num_ranks
         except MachineError:
             return False
 

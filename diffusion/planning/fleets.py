@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from diffusion.config.checks import rank_problems
 from diffusion.config.data import ImageSize
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.config.schema import Config, Task
@@ -114,10 +115,8 @@ class FleetRun:
     save_interval_steps: int
     """Recommended."""
 
-    @property
-    def can_start(self) -> bool:
-        """Whether the GPUs can share a global batch evenly."""
-        return self.plan.global_batch_size % self.plan.num_ranks == 0
+    problems: list[str]
+    """What keeps the run from starting on the fleet."""
 
     @property
     def cost(self) -> float | None:
@@ -237,6 +236,7 @@ def plan_on(
         egress_cost=_cost(egress_per_tb / 1e12, plan.tiers.fetched_bytes),
         days_with_failures=failures.expected_seconds(seconds, interval, fleet.num_gpus) / SECONDS_PER_DAY,
         save_interval_steps=max(1, round(interval / seconds * plan.num_iterations)),
+        problems=rank_problems(config, fleet.num_gpus),
     )
 
 
@@ -251,7 +251,7 @@ def cheapest_budget(configs: Sequence[Config], fleets: Sequence[Fleet], days: fl
     None if there is no such choice. Options as for `plan_on`. All fleets have prices.
     """
     plans = [[plan_on(config, fleet, **options) for fleet in fleets] for config in configs]
-    choices = [[run for run in of_config if run.can_start] for of_config in plans]
+    choices = [[run for run in of_config if not run.problems] for of_config in plans]
     budgets = [Budget(runs=list(runs)) for runs in itertools.product(*choices)]
     in_time = [budget for budget in budgets if budget.days_with_failures <= days]
     return min(in_time, key=lambda budget: (budget.cost, budget.days), default=None)
@@ -469,11 +469,10 @@ def format_budgets(budgets: Sequence[Budget], failures: Failures, dollars: float
   - Storage: data and kept checkpoints, for the days of each run. Egress: of runs with data.remote, each sample once
     where the nodes' disks hold what they read, else in every epoch."""
     impossible = [
-        f"This run would not start: {run.fleet.num_gpus} GPUs cannot share {run.plan.run_name}'s global batch of "
-        f"{run.plan.global_batch_size} evenly."
+        f"{run.plan.run_name} would not start on {run.fleet.name}. {problem}"
         for budget in budgets
         for run in budget.runs
-        if not run.can_start
+        for problem in run.problems
     ]
     return "\n".join([*parts, *impossible, notes])
 

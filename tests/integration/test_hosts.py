@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from diffusion.config.data import DataConfig, Mixing
 from diffusion.config.loading import load_config
 from diffusion.config.operations import SupervisionConfig
+from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.operations.checks import nodes
 from diffusion.operations.checks.nodes import DeviceSpeed, check_this_node
@@ -25,7 +25,10 @@ from tests.tools.training_runs import ROOT
 pytestmark = pytest.mark.slow
 
 HOSTS = ["n0", "n1", "n2", "n3"]
-DATA = DataConfig(global_batch_size=64)
+
+
+def run_of(global_batch_size: int, *overrides: str) -> Config:
+    return load_config(ROOT / "tests/tools/toy.yaml", [f"data.global_batch_size={global_batch_size}", *overrides])
 
 
 def ask(answers: dict[str, Sequence[str]], timeout: float = 60) -> Survey:
@@ -33,9 +36,10 @@ def ask(answers: dict[str, Sequence[str]], timeout: float = 60) -> Survey:
     return survey(HOSTS, lambda host: answers.get(host, usual), timeout)
 
 
-def chosen(found: Survey, wanted: int | None = None, ranks_per_host: int | None = None) -> tuple[str, int]:
+def chosen(found: Survey, *overrides: str, wanted: int | None = None, ranks_per_host: int | None = None):
     """The chosen hosts, in words, and the world size."""
-    hosts, num_ranks = choose_hosts(found, Fleet(hosts=found.hosts, wanted=wanted, ranks_per_host=ranks_per_host), DATA)
+    fleet = Fleet(hosts=found.hosts, wanted=wanted, ranks_per_host=ranks_per_host)
+    hosts, num_ranks = choose_hosts(found, fleet, run_of(64, *overrides))
     return " ".join(hosts), num_ranks
 
 
@@ -85,11 +89,28 @@ def test_each_host_starts_as_many_ranks_as_it_has_gpus_so_that_others_are_left_o
 
 
 def test_no_number_of_hosts_divides_the_batch():
-    groups = DataConfig(global_batch_size=24, group_size=4, mixing=Mixing.groups)
+    groups = run_of(24, "data.mixing=groups", "data.group_size=4")
     found = ask({})
     assert choose_hosts(found, Fleet(hosts=found.hosts, ranks_per_host=2), groups)[1] == 6, "whole groups"
     with pytest.raises(MachineError, match=r"data\.global_batch_size"):
         choose_hosts(found, Fleet(hosts=found.hosts, ranks_per_host=5), groups)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["trainer.parallelism=fsdp", "trainer.num_replicas=16"], r"trainer\.num_replicas is 16, .* 8 ranks"),
+        (
+            ["trainer.parallelism=ddp", "performance.cuda_graphs=true", "trainer.device_train_microbatch_size=4"],
+            r"performance\.cuda_graphs",
+        ),
+    ],
+)
+def test_a_number_of_hosts_on_which_the_run_cannot_start_is_not_chosen(overrides, reason):
+    assert chosen(ask({}), *overrides, wanted=2) == ("n0 n1", 16)
+    alone = ask({host: answer_of_host(verdicts=[problem("disk", host)]) for host in HOSTS[:3]})
+    with pytest.raises(MachineError, match=reason):
+        chosen(alone, *overrides, wanted=2)
 
 
 def test_what_all_hosts_have_is_no_reason_to_choose_others():
@@ -159,7 +180,7 @@ def supervise(folder: Path, code: int, *, max_restarts: int = 10, timeout: float
     events = EventLog(run)
     note = f"echo $RANKS_PER_HOST > {folder}/environment; echo $@ >> {folder}/starts; exit {code}"
     command = ["bash", "-c", note, "job", "{hosts}"]
-    job = HostedJob(command, [], FLEET, DataConfig(global_batch_size=8), timeout, events)
+    job = HostedJob(command, [], FLEET, run_of(8), timeout, events)
     settings = SupervisionConfig(first_pause=0.01, longest_pause=0.01, max_restarts=max_restarts)
     return Supervisor(job.start, run, run / "beats", settings, events, environment=job.environment).run()
 
@@ -205,7 +226,7 @@ def test_the_job_starts_the_ranks_for_which_its_hosts_were_chosen(answer, tmp_pa
         for host in FLEET.hosts:
             answer(host, num_gpus=num_gpus)
         fleet = replace(FLEET, ranks_per_host=None)
-        job = HostedJob(["{hosts}"], [], fleet, DataConfig(global_batch_size=8), 60.0, EventLog(tmp_path))
+        job = HostedJob(["{hosts}"], [], fleet, run_of(8), 60.0, EventLog(tmp_path))
         assert job.start() == ["n0 n1"]
         assert job.environment["RANKS_PER_HOST"] == ranks
 
@@ -214,7 +235,7 @@ def test_a_job_could_grow_when_more_hosts_are_fit_than_it_uses(answer, tmp_path)
     answer("n1", FULL)
     answer("n2", FULL)
     fleet = replace(FLEET, wanted=None)
-    job = HostedJob(["{hosts}"], [], fleet, DataConfig(global_batch_size=8), 60.0, EventLog(tmp_path))
+    job = HostedJob(["{hosts}"], [], fleet, run_of(8), 60.0, EventLog(tmp_path))
     assert job.start() == ["n0"]
     assert not job.could_grow()
     answer("n0", FULL)  # It is busy, and not asked.
@@ -237,7 +258,7 @@ def test_this_machine_is_refused_with_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "here")
     arguments = ["tests/tools/toy.yaml", "output_folder=/dev/null/run"]
     events = EventLog(tmp_path)
-    machines = HostedJob(["true"], arguments, None, DataConfig(global_batch_size=8), 300, events)
+    machines = HostedJob(["true"], arguments, None, run_of(8), 300, events)
     with pytest.raises(MachineError, match=r"^here: /dev/null/run"):
         machines.start()
     (event,) = read_events(tmp_path)

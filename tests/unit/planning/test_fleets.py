@@ -180,12 +180,22 @@ def test_the_cheapest_fleets_in_time_are_those_of_an_exhaustive_search(budgets):
     assert cheapest_budget(recipe(), A100_FLEETS, 5, failures=FAILURES) is None
 
 
-def test_a_fleet_that_cannot_share_the_batches_is_named_and_not_chosen():
-    odd = replace(A100_FLEETS[0], num_gpus=24, name="odd", price_per_gpu_hour=0.01)
-    found = cheapest_budget(recipe(), [odd, A100_FLEETS[0]], 1000, failures=FAILURES)
+@pytest.mark.parametrize(
+    ("overrides", "illegal", "legal", "reason"),
+    [
+        ([], 24, 8, "24 ranks cannot have equal numbers of samples"),
+        (["data.mixing=groups", "data.group_size=512"], 8, 4, "8 ranks cannot have equal numbers of groups"),
+        (["trainer.num_replicas=8"], 4, 8, "does not divide 4 ranks"),
+    ],
+)
+def test_a_fleet_on_which_a_run_cannot_start_is_named_and_not_chosen(overrides, illegal, legal, reason):
+    configs, fit = recipe(*overrides), replace(A100_FLEETS[0], num_gpus=legal)
+    odd = replace(fit, num_gpus=illegal, name="odd", price_per_gpu_hour=0.01)
+    found = cheapest_budget(configs, [odd, fit], 1000, failures=FAILURES)
     assert found is not None
-    assert [run.fleet.num_gpus for run in found.runs] == [8, 8]
-    assert "24 GPUs cannot share" in format_budgets([make_budget(recipe(), [odd] * 2, failures=FAILURES)], FAILURES)
+    assert [run.fleet.num_gpus for run in found.runs] == [legal, legal]
+    text = format_budgets([make_budget(configs, [odd] * 2, failures=FAILURES)], FAILURES)
+    assert "would not start on odd" in text and reason in text
 
 
 def test_comparisons_of_the_write_ups(budgets):
