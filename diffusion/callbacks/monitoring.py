@@ -337,7 +337,8 @@ class Utilisation(Callback):
 
     def __init__(self, interval: int, loader: LoaderSettings, tiers: TierMeter | None = None) -> None:
         self.interval, self.loader, self.tiers = interval, loader, tiers
-        self._gpus = GpuMeter() if dist.get_local_rank() == 0 and torch.cuda.is_available() else None
+        is_first = dist.get_local_rank() == 0 and torch.cuda.is_available()
+        self._gpus = GpuMeter(num_gpus=dist.get_local_world_size()) if is_first else None
         self.fetched_bytes = 0
         self._before: Counters | None = None
         self._storage = TierCounts()

@@ -1,5 +1,6 @@
 """Checks of the GPUs of this machine by NVML, and their utilisation; NVML is optional."""
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -22,15 +23,20 @@ def computes_bf16() -> bool:
     return torch.cuda.device_count() > 0 and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def visible_gpus(nvml: Any = pynvml) -> dict[str, Any]:
-    """Open NVML and return the handles of the GPUs in CUDA_VISIBLE_DEVICES by their names; none without NVML."""
+def visible_gpus(nvml: Any = pynvml, num_gpus: int | None = None) -> dict[str, Any]:
+    """Open NVML and return the handles of the GPUs in CUDA_VISIBLE_DEVICES by their names; none without NVML.
+
+    Args:
+        nvml: the library.
+        num_gpus: GPUs that the ranks of this node use, the first visible ones; None is all.
+    """
     try:
         nvml.nvmlInit()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = map(str, range(nvml.nvmlDeviceGetCount())) if visible is None else map(str.strip, visible.split(","))
         handles = [
             nvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else nvml.nvmlDeviceGetHandleByUUID(name)
-            for name in filter(None, names)
+            for name in itertools.islice(filter(None, names), num_gpus)
         ]
     except nvml.NVMLError:
         return {}
@@ -47,9 +53,9 @@ def _optional(nvml: Any, default: Any, read: Callable[..., Any], *arguments: Any
         return default
 
 
-def check_gpu_memory(needed: float, nvml: Any = pynvml) -> Iterator[Verdict]:
-    """Check that `needed` bytes fit into each GPU, and that other processes leave room."""
-    gpus = visible_gpus(nvml)
+def check_gpu_memory(needed: float, nvml: Any = pynvml, num_gpus: int | None = None) -> Iterator[Verdict]:
+    """Check that `needed` bytes fit into each used GPU, and that other processes leave room."""
+    gpus = visible_gpus(nvml, num_gpus)
     least, unknown = math.inf, []
     for name, handle in gpus.items():
         memory = _optional(nvml, None, nvml.nvmlDeviceGetMemoryInfo, handle)
@@ -88,10 +94,10 @@ def _foreign_bytes(nvml: Any, handle: Any) -> int:
     return sum(process.usedGpuMemory or 0 for process in processes if process.pid not in own)
 
 
-def check_gpu_errors(nvml: Any = pynvml) -> Iterator[Verdict]:
-    """Check the GPUs for memory errors that the hardware could not correct."""
+def check_gpu_errors(nvml: Any = pynvml, num_gpus: int | None = None) -> Iterator[Verdict]:
+    """Check the used GPUs for memory errors that the hardware could not correct."""
     kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-    for name, handle in visible_gpus(nvml).items():
+    for name, handle in visible_gpus(nvml, num_gpus).items():
         rows = _optional(nvml, None, nvml.nvmlDeviceGetRemappedRows, handle)
         errors = _optional(nvml, 0, nvml.nvmlDeviceGetTotalEccErrors, handle, *kinds)
         if rows is not None and rows[3]:
@@ -103,11 +109,11 @@ def check_gpu_errors(nvml: Any = pynvml) -> Iterator[Verdict]:
 
 
 class GpuMeter:
-    """Utilisation of the visible GPUs between two readings, by NVML."""
+    """Utilisation of the used GPUs between two readings, by NVML."""
 
-    def __init__(self, nvml: Any = pynvml) -> None:
+    def __init__(self, nvml: Any = pynvml, num_gpus: int | None = None) -> None:
         self._nvml = nvml
-        self._handles = list(visible_gpus(nvml).values())
+        self._handles = list(visible_gpus(nvml, num_gpus).values())
         self._since = [0] * len(self._handles)
 
     def read(self) -> tuple[float, float] | None:

@@ -43,8 +43,8 @@ def check_machine(config: Config, device: Device) -> Iterator[Verdict]:
     yield check_shared_memory(psutil.disk_usage(str(SHM)).free if SHM.is_dir() else 0, demand)
     yield check_output_space(checkpoint_folder(config), demand)
     if demand.gpu_bytes is not None:
-        yield from check_gpu_memory(demand.gpu_bytes)
-        yield from check_gpu_errors()
+        yield from check_gpu_memory(demand.gpu_bytes, num_gpus=local_world_size())
+        yield from check_gpu_errors(num_gpus=local_world_size())
 
 
 # Demand of a run

@@ -216,6 +216,13 @@ def test_what_is_wrong_with_a_gpu():
     assert found(healthy | remapped)["GPU errors"] is Level.problem
 
 
+def test_a_gpu_that_no_rank_uses_does_not_count():
+    driver = fake_nvml(nvmlDeviceGetRemappedRows=lambda handle: (1, 1, 0, handle))
+    assert [verdict.check for verdict in check_gpu_memory(70e9, driver, num_gpus=1)] == ["GPUs"]
+    assert list(check_gpu_errors(driver, num_gpus=1)) == []
+    assert GpuMeter(driver, num_gpus=1).read() == pytest.approx((0.6, 0.0))
+
+
 def lost(handle: int) -> SimpleNamespace:
     if handle == 0:
         raise FakeNVMLError
