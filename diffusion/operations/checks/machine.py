@@ -4,7 +4,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -67,26 +67,25 @@ class Demand:
     """Largest checkpoint."""
 
     storage_bytes: int | None
-    """All checkpoints that stay; None if their number is unknown."""
+    """All checkpoints that stay on this machine; None if their number is unknown, or if they go to a store."""
 
 
 def find_demand(config: Config, device: Device, *, num_ranks: int, ranks_per_node: int) -> Demand:
     """Compute the demand of a run from its configuration."""
     # These take many seconds, and the checks before each start need none of them.
-    from diffusion.planning.plan import plan_run
-    from diffusion.planning.storage import waiting_bytes
+    from diffusion.planning.memory import parameter_counts, plan_memory
+    from diffusion.planning.storage import plan_checkpoints, waiting_bytes
 
-    data = config.data
-    plan = plan_run(replace(config, plan=replace(config.plan, num_gpus=None)), world_size=num_ranks)
-    state = plan.memory.state_bytes
+    data, counts = config.data, parameter_counts(config)
+    memory, checkpoints = plan_memory(config, counts, num_ranks), plan_checkpoints(config, counts)
     workers = data.num_workers * (2 if config.validation is not None else 1)
-    in_memory = state if device is Device.cpu or config.trainer.async_checkpoints else 0
+    in_memory = memory.state_bytes if device is Device.cpu or config.trainer.async_checkpoints else 0
     return Demand(
         shm_bytes=ranks_per_node * waiting_bytes(config, data.global_batch_size // num_ranks),
         memory_bytes=ranks_per_node * (RANK_BYTES + workers * WORKER_BYTES + in_memory),
-        gpu_bytes=plan.memory.gpu_bytes if device is Device.gpu else None,
-        checkpoint_bytes=plan.checkpoints.largest_bytes,
-        storage_bytes=plan.checkpoints.kept_bytes,
+        gpu_bytes=memory.gpu_bytes if device is Device.gpu else None,
+        checkpoint_bytes=checkpoints.largest_bytes,
+        storage_bytes=None if is_url(config.trainer.checkpoint_folder or "") else checkpoints.kept_bytes,
     )
 
 

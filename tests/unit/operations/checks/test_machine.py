@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +28,7 @@ from diffusion.operations.checks.machine import (
     check_shared_memory,
     checkpoint_folder,
     file_bytes,
+    find_demand,
 )
 from diffusion.operations.checks.verdicts import Level
 from tests.tools.training_runs import ROOT
@@ -64,6 +66,15 @@ def test_checkpoints_of_a_store_are_written_to_the_output_folder_first():
     assert checkpoint_folder(config) == Path("/runs/toy")
     config.trainer.checkpoint_folder = "/large/toy"
     assert checkpoint_folder(config) == Path("/large/toy")
+
+
+def test_what_stays_in_a_store_takes_no_disk():
+    config = load_config("tests/tools/toy.yaml")
+    local = find_demand(config, Device.cpu, num_ranks=1, ranks_per_node=1)
+    config.trainer.checkpoint_folder = "s3://bucket/toy"
+    stored = find_demand(config, Device.cpu, num_ranks=1, ranks_per_node=1)
+    assert local.storage_bytes is not None and local.storage_bytes > local.checkpoint_bytes
+    assert stored == replace(local, storage_bytes=None)
 
 
 def test_files_of_a_folder_are_added_up(tmp_path):
