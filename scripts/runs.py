@@ -55,31 +55,26 @@ def parse_arguments() -> argparse.Namespace:
 def show_list(folders: list[Path]) -> None:
     """Print a line for each run."""
     from diffusion.operations.costs import read_costs, total
-    from diffusion.operations.runs import find_runs, read_config, read_status
+    from diffusion.operations.runs import find_runs, read_status
     from diffusion.reports.tables import text_table
 
     rows = [("run", "status", "step", "starts", "GPU-hours", "dollars")]
     for run in find_runs(folders):
-        try:
-            status = read_status(run, read_config(run))
-        except ConfigurationError:
-            rows.append((str(run), "written by another version", "", "", "", ""))
-            continue
         starts = read_costs(run)
         totals, step = total(starts), starts[-1].reached if starts else 0
         dollars = f"{totals.dollars:,.2f}" if totals.dollars is not None and starts else "-"
-        rows.append((str(run), status, f"{step:,}", str(len(starts)), f"{totals.gpu_hours:,.2f}", dollars))
+        rows.append((str(run), read_status(run), f"{step:,}", str(len(starts)), f"{totals.gpu_hours:,.2f}", dollars))
     print("\n".join(text_table(rows)))
 
 
 def show(run: Path) -> None:
     """Print a run's time by activity."""
     from diffusion.operations.costs import cost_table, read_costs
-    from diffusion.operations.runs import read_config, read_status
+    from diffusion.operations.runs import read_status
     from diffusion.reports.run import read_run
 
     starts, gpu = read_costs(run), read_run(run).curve("utilisation/gpu")
-    print(f"{run}: {read_status(run, read_config(run))}, step {starts[-1].reached if starts else 0:,}")
+    print(f"{run}: {read_status(run)}, step {starts[-1].reached if starts else 0:,}")
     print(*cost_table(starts, gpu.mean if gpu is not None else None), sep="\n")
 
 
@@ -93,9 +88,9 @@ def stop(run: Path) -> None:
 
 def resume(run: Path, overrides: list[str]) -> None:
     """Become the supervisor of a run."""
-    from diffusion.operations.runs import is_running, read_config, read_supervisor
+    from diffusion.operations.runs import is_running, read_supervisor
 
-    if is_running(run, read_config(run)):
+    if is_running(run):
         raise MachineError(f"{run} is running: stop it first (runs.py stop {run})")
     supervisor = read_supervisor(run)
     if supervisor is None or not supervisor.arguments:
@@ -121,7 +116,7 @@ def show_costs(run: Path, **prices: float | None) -> None:
         raise ConfigurationError(f"{run} has not trained yet: it has no costs.jsonl")
     size, absent = stored_bytes(run, config)
     step, num_steps = starts[-1].reached, num_batches(config)
-    print(f"{run}: {read_status(run, config)}, step {step:,} of {num_steps:,}")
+    print(f"{run}: {read_status(run)}, step {step:,} of {num_steps:,}")
     print(*text_table(expense_rows(expenses(starts, size, **prices), step, num_steps)), sep="\n")
     for folder in absent:
         print(f"not on this machine, and not counted: {folder}")

@@ -125,7 +125,7 @@ class Applicant:
             before, (self.holder, self._content) = self._content, _read(self._path)
             if self._content != before:
                 self._unchanged_since = time.monotonic()
-            if self.holder is not None and (self.holder.host, self.holder.namespace) == (_HOST, _NAMESPACE):
+            if self.holder is not None and _is_here(self.holder):
                 self.is_held = is_alive(self.holder)
                 is_over = not self.is_held
             else:  # Without a holder it is being created or removed, or damaged.
@@ -134,6 +134,17 @@ class Applicant:
             if not is_over:
                 return None
             _remove(self._path, self._content)
+
+
+def active_holder(path: Path) -> Holder | None:
+    """Return the holder of a lease that is alive: a process of this host, or one that has renewed the lease lately."""
+    holder, _ = _read(path)
+    if holder is None or _is_here(holder):
+        return holder if holder is not None and is_alive(holder) else None
+    with suppress(FileNotFoundError):
+        if time.time() - path.stat().st_mtime < 2 * timeouts.LEASE:
+            return holder
+    return None
 
 
 @contextmanager
@@ -209,6 +220,10 @@ def _already_running(path: Path, holder: Holder) -> MachineError:
         f"the run {path.parent} is running already: process {holder.pid} on {holder.host}, since {began}. End that one "
         "(SIGTERM saves it) or wait for its end; or set another run_name or output_folder"
     )
+
+
+def _is_here(holder: Holder) -> bool:
+    return (holder.host, holder.namespace) == (_HOST, _NAMESPACE)
 
 
 def _remove(path: Path, content: bytes) -> None:

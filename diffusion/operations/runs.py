@@ -2,7 +2,6 @@
 
 import json
 import socket
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,8 @@ from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.files import lock
 from diffusion.operations.costs import BUDGET
-from diffusion.operations.heartbeats import HeartbeatRecord, Phase, heartbeat_folder, read_heartbeats
+from diffusion.operations.heartbeats import heartbeat_folder, read_heartbeats
+from diffusion.operations.lease import LEASE_FILE, active_holder
 from diffusion.operations.processes import ProcessRecord, is_alive, terminate
 from diffusion.operations.supervisor import SUPERVISED
 from diffusion.storage import is_url
@@ -49,27 +49,17 @@ def read_config(run: Path) -> Config:
     return load(Config, run / "config.yaml")
 
 
-def read_status(run: Path, config: Config) -> str:
+def read_status(run: Path) -> str:
     """Return the status of a run in words."""
-    if is_running(run, config):
+    if is_running(run):
         return "running"
     markers = {FINISHED: "finished", BUDGET: "budget spent", PREEMPTED: "pre-empted"}
     return next((text for name, text in markers.items() if (run / name).is_file()), "interrupted")
 
 
-def is_running(run: Path, config: Config) -> bool:
-    """Return whether a run is running on this machine or, by its heartbeats, on another one."""
-    if supervisor_of(run) is not None:
-        return True
-    return any(_may_be_alive(one, config) for one in read_heartbeats(heartbeat_folder(config, run)))
-
-
-def _may_be_alive(heartbeat: HeartbeatRecord, config: Config) -> bool:
-    """Return whether a rank is alive; on another machine, whether its silence is below the longest timeout."""
-    if heartbeat.host == socket.gethostname():
-        return is_alive(heartbeat)
-    silence = time.time() - heartbeat.time
-    return heartbeat.phase is not Phase.ended and silence < config.operations.supervision.pause_timeout
+def is_running(run: Path) -> bool:
+    """Return whether a run has a supervisor or, on any host, a start that holds its lease."""
+    return supervisor_of(run) is not None or active_holder(run / LEASE_FILE) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +90,7 @@ def supervisor_of(run: Path) -> SupervisorRecord | None:
             return None
     except TimeoutError:
         return read_supervisor(run)
-    except PermissionError:  # Another user's; its heartbeats say whether it runs.
+    except PermissionError:  # Another user's; the lease says whether it runs.
         return None
 
 
@@ -116,13 +106,12 @@ def stop(run: Path, config: Config) -> list[int]:
     supervisor = supervisor_of(run)
     if supervisor is not None and supervisor.host != socket.gethostname():  # It would restart the job.
         raise MachineError(f"{run} is supervised on {supervisor.host}: give the command there")
-    heartbeats = read_heartbeats(heartbeat_folder(config, run))
-    pids = [heartbeat.pid for heartbeat in heartbeats if is_alive(heartbeat)]
+    pids = [one.pid for one in read_heartbeats(heartbeat_folder(config, run)) if is_alive(one)]
     if supervisor is not None and is_alive(supervisor):
         pids = [supervisor.pid]
     if not pids:
-        hosts = sorted({heartbeat.host for heartbeat in heartbeats if _may_be_alive(heartbeat, config)})
-        remedy = f": give the command on {hosts[0]}" if hosts else ""
+        holder = active_holder(run / LEASE_FILE)
+        remedy = f": give the command on {holder.host}" if holder is not None else ""
         raise MachineError(f"{run} is not running on this machine{remedy}")
     terminate(pids)
     return pids
@@ -172,7 +161,7 @@ def find_superseded(run: Path, config: Config, num_kept: int | None) -> list[Pat
     """
     settings, location = config.trainer, checkpoints_of(run, config)
     num_kept = settings.keep_checkpoints if num_kept is None else num_kept
-    if num_kept < 1 or _is_guessed(run, settings.checkpoint_folder) or is_running(run, config):
+    if num_kept < 1 or _is_guessed(run, settings.checkpoint_folder) or is_running(run):
         return []
     every = None
     if settings.keep_every is not None:

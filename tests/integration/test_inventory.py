@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import os
-import socket
 from pathlib import Path
 
 import pytest
@@ -17,9 +15,10 @@ from diffusion.errors import ConfigurationError
 from diffusion.operations.costs import CostsFile, Kind, StartCosts
 from diffusion.operations.inventory import Kind as Content
 from diffusion.operations.inventory import assign_users, find_items, read_uses
+from diffusion.operations.lease import LEASE_FILE
 from scripts import runs as runs_command
 from tests.tools.s3_server import S3Server, s3_process, s3_server
-from tests.unit.operations.test_runs import beat, write_run
+from tests.unit.operations.test_runs import hold, write_run
 
 __all__ = ["s3_process", "s3_server"]
 
@@ -157,7 +156,7 @@ def test_checkpoints_in_a_store_go_with_yes_only_and_never_those_that_are_needed
 ) -> None:
     uri, run = "s3://tests/pruned", tmp_path / "runs/a"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    config = write_run(run, f"trainer.checkpoint_folder={uri}", "trainer.keep_every=4ba")
+    write_run(run, f"trainer.checkpoint_folder={uri}", "trainer.keep_every=4ba")
     (tmp_path / "made").mkdir()
     write_checkpoints(tmp_path / "made", uri, (2, 4, 6, 8, 10))
     storage.write(f"{uri}/ep0-ba3/__0_0.distcp", b"half-written")
@@ -172,10 +171,10 @@ def test_checkpoints_in_a_store_go_with_yes_only_and_never_those_that_are_needed
     listed = capsys.readouterr().out.splitlines()
     assert listed[:-1] == [f"{uri}/ep0-ba2.pt", f"{uri}/ep0-ba6.pt"]
     assert names() == everything
-    beat(config, host=socket.gethostname(), pid=os.getpid())
+    hold(run, host="elsewhere")
     runs_command.prune([tmp_path], 1, is_confirmed=True)
     assert names() == everything, "the run is running"
-    (run / "heartbeats/rank-0.json").unlink()
+    (run / LEASE_FILE).unlink()
     runs_command.prune([tmp_path], 1, is_confirmed=True)
     assert names() == ["ep0-ba3", "ep0-ba4.pt", "ep0-ba8.pt", "ep0-ba10.pt", "ep0-ba11"]
     assert storage.exists(f"{uri}/averages/ba2.safetensors")

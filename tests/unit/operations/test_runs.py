@@ -3,7 +3,6 @@
 import fcntl
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,7 +21,8 @@ from diffusion.config.schema import Config
 from diffusion.config.secrets import to_public_yaml
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.operations.costs import BUDGET, CostsFile, Kind, StartCosts
-from diffusion.operations.heartbeats import HeartbeatFile, HeartbeatRecord, Phase
+from diffusion.operations.heartbeats import HeartbeatFile, HeartbeatRecord, Phase, heartbeat_folder
+from diffusion.operations.lease import LEASE_FILE, Applicant
 from diffusion.operations.runs import find_runs, find_superseded, is_running, read_status, stop
 from diffusion.operations.supervisor import SUPERVISED
 from scripts import runs as runs_command
@@ -36,11 +36,19 @@ def write_run(folder: Path, *overrides: str) -> Config:
     return config
 
 
-def beat(config: Config, *, host: str, pid: int, phase: Phase = Phase.step, age: float = 0.0) -> None:
-    file = HeartbeatFile(Path(config.output_folder) / "heartbeats", 0)
-    now = time.time() - age
-    file.write(HeartbeatRecord(rank=0, pid=pid, host=host, count=1, phase=phase, step=3, num_done=3, time=now))
+def beat(config: Config, *, host: str, pid: int) -> None:
+    file = HeartbeatFile(heartbeat_folder(config, Path(config.output_folder)), 0)
+    now = time.time()
+    file.write(HeartbeatRecord(rank=0, pid=pid, host=host, count=1, phase=Phase.step, step=3, num_done=3, time=now))
     file.close()
+
+
+def hold(run: Path, *, host: str, age: float = 0.0) -> None:
+    """Hold the lease of a run on another host."""
+    holder = {"pid": 1, "host": host, "time": 0.0, "namespace": "", "token": "other", "count": 1}
+    (run / LEASE_FILE).write_text(json.dumps(holder))
+    written = time.time() - age
+    os.utime(run / LEASE_FILE, (written, written))
 
 
 def supervise(folder: Path, pid: int, arguments: list[str], *, host: str | None = None, age: float = 0.0) -> int:
@@ -54,7 +62,8 @@ def supervise(folder: Path, pid: int, arguments: list[str], *, host: str | None 
 
 
 def test_runs_are_found_and_each_says_how_it_stands(tmp_path, capsys):
-    configs = {name: write_run(tmp_path / place) for name, place in (("a", "a"), ("b", "sweep/b"), ("c", "c"))}
+    for name in ("a", "sweep/b", "c"):
+        write_run(tmp_path / name)
     (tmp_path / "a" / FINISHED).write_text("{}")
     (tmp_path / "sweep/b" / BUDGET).write_text("{}")
     file = CostsFile(tmp_path / "a")
@@ -62,13 +71,16 @@ def test_runs_are_found_and_each_says_how_it_stands(tmp_path, capsys):
     row = StartCosts(began=0, ended=5400, num_devices=8, price=2.0, step=0, reached=1234, seconds=seconds)
     file.write(row)
     file.close()
-    beat(configs["c"], host=socket.gethostname(), pid=os.getpid())
+    lease = Applicant(tmp_path / "c" / LEASE_FILE).acquire()
+    assert lease is not None
     assert find_runs([tmp_path]) == [tmp_path / "a", tmp_path / "c", tmp_path / "sweep/b"]
     runs_command.show_list([tmp_path])
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == [str(tmp_path / "a"), "finished", "1,234", "1", "12.00", "24.00"]
     assert "running" in lines[2]
     assert "budget spent" in lines[3]
+    lease.release()
+    assert read_status(tmp_path / "c") == "interrupted"
     runs_command.show(tmp_path / "a")
     shown = capsys.readouterr().out
     assert "66.7%" in shown
@@ -77,25 +89,19 @@ def test_runs_are_found_and_each_says_how_it_stands(tmp_path, capsys):
         find_runs([tmp_path / "absent"])
 
 
-def test_a_run_of_another_machine_is_at_work_until_it_is_silent_or_has_ended(tmp_path):
-    config = write_run(tmp_path / "run")
-    beat(config, host="elsewhere", pid=1)
-    assert is_running(tmp_path / "run", config)
+def test_a_run_of_another_machine_is_at_work_while_its_lease_is_renewed(tmp_path):
+    run = tmp_path / "run"
+    config = write_run(run, f"operations.heartbeat_folder={tmp_path / 'of_another_machine'}")
+    hold(run, host="elsewhere")
+    assert is_running(run)
     with pytest.raises(MachineError, match="on elsewhere"):
-        stop(tmp_path / "run", config)
-    beat(config, host="elsewhere", pid=1, age=2 * config.operations.supervision.pause_timeout)
-    assert not is_running(tmp_path / "run", config)
-    beat(config, host="elsewhere", pid=1, phase=Phase.ended)
-    assert not is_running(tmp_path / "run", config)
-    assert read_status(tmp_path / "run", config) == "interrupted"
-
-
-def test_a_run_with_a_relative_folder_is_at_work_wherever_it_is_looked_at_from(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = load_config(ROOT / "tests/tools/toy.yaml", ["output_folder=runs/a"])
-    beat(config, host=socket.gethostname(), pid=os.getpid())
-    monkeypatch.chdir("/")
-    assert is_running(tmp_path / "runs/a", config)
+        stop(run, config)
+    hold(run, host="elsewhere", age=600)
+    beat(config, host="elsewhere", pid=1)
+    assert not is_running(run)
+    with pytest.raises(MachineError, match=r"not running on this machine$"):
+        stop(run, config)
+    assert read_status(run) == "interrupted"
 
 
 def test_the_supervisor_is_asked_to_stop_and_without_one_the_ranks(tmp_path):
@@ -161,9 +167,9 @@ def test_old_checkpoints_go_and_those_of_a_run_at_work_stay(tmp_path):
         write_file(run / f"checkpoints/ep0-ba{step}.pt", {"state": {"x": torch.zeros(8)}})
     (run / "checkpoints/ep0-ba10.pt").write_bytes(b"damaged")
 
-    beat(config, host=socket.gethostname(), pid=os.getpid())
+    hold(run, host="elsewhere")
     assert find_superseded(run, config, num_kept=1) == []
-    shutil.rmtree(run / "heartbeats")
+    (run / LEASE_FILE).unlink()
     assert [path.name for path in find_superseded(run, config, num_kept=1)] == ["ep0-ba2.pt", "ep0-ba6.pt"]
     names = ["ep0-ba2.pt", "ep0-ba4.pt", "ep0-ba6.pt", "ep0-ba8.pt", "ep0-ba10.pt"]
     runs_command.prune([tmp_path], 1, is_confirmed=False)
