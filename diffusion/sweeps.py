@@ -12,8 +12,10 @@ import os
 import random
 import signal
 import subprocess
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,9 @@ log = logging.getLogger(__name__)
 
 LOG = "sweep.log"
 """In the folder of a point: the output of its process."""
+
+_LOCK_SECONDS = 1.0
+"""Interval at which a point that waits for its folder looks for the end of the sweep."""
 
 _FINAL_SHARE = 0.1
 """Part of the run at its end over which the training loss is averaged."""
@@ -153,21 +158,31 @@ def run_points(points: Sequence[Point], *, num_jobs: int) -> dict[str, str]:
     """Run the unfinished points, `num_jobs` at a time; return the reason of each that is unfinished then, by name.
 
     The process of a point inherits a lock on its folder. It outlives a killed sweep, and the next sweep waits for it.
+    An exception of this thread, as by a signal, ends the running points, and no other one begins.
     """
     running: set[subprocess.Popen] = set()
+    ended, starting = threading.Event(), threading.Lock()
+
+    def wait_for_lock(point: Point) -> int | None:
+        while not ended.is_set():
+            with suppress(TimeoutError):
+                return open_lock(point.folder / "sweep.lock", timeout=_LOCK_SECONDS)
+        return None
 
     def run(point: Point) -> None:
         point.folder.mkdir(parents=True, exist_ok=True)
-        lock = open_lock(point.folder / "sweep.lock")
+        if (lock := wait_for_lock(point)) is None:
+            return
         try:
-            if (point.folder / FINISHED).is_file():
-                return
-            log.info("point %s begins: %s", point.name, point.values)
-            with (point.folder / LOG).open("ab") as output:
-                process = subprocess.Popen(
-                    point.command, stdout=output, stderr=output, start_new_session=True, pass_fds=[lock]
-                )
-            running.add(process)
+            with starting:
+                if ended.is_set() or (point.folder / FINISHED).is_file():
+                    return
+                log.info("point %s begins: %s", point.name, point.values)
+                with (point.folder / LOG).open("ab") as output:
+                    process = subprocess.Popen(
+                        point.command, stdout=output, stderr=output, start_new_session=True, pass_fds=[lock]
+                    )
+                running.add(process)
             code = process.wait()
             running.discard(process)
             if code or not (point.folder / FINISHED).is_file():
@@ -181,8 +196,10 @@ def run_points(points: Sequence[Point], *, num_jobs: int) -> dict[str, str]:
             list(pool.map(run, points))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in list(running):
-                process.send_signal(signal.SIGTERM)
+            with starting:
+                ended.set()
+                for process in list(running):
+                    process.send_signal(signal.SIGTERM)
     return failed
 
 

@@ -12,6 +12,7 @@ table, best point first, and writes it to points.csv.
 import argparse
 import logging
 import shlex
+import signal
 import sys
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def main() -> None:
     from diffusion.errors import MachineError
     from diffusion.sweeps import LOG, make_points, read_sweep, result_table, run_points
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     sweep = read_sweep(options.sweep)
     folder = options.out / sweep.get("name", options.sweep.stem)

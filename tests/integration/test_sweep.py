@@ -2,9 +2,12 @@
 
 import csv
 import json
+import os
 import runpy
+import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +17,7 @@ import pytest
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.errors import MachineError
+from diffusion.files import open_lock
 from diffusion.sweeps import Point, run_points
 from tests.tools.training_runs import ROOT, environment
 
@@ -154,3 +158,20 @@ def test_a_point_that_outlives_its_sweep_is_waited_for(server, tmp_path):
     sweep.kill()
     assert run_points([point], num_jobs=1) == {}
     assert (point.folder / "finished.json").read_text() == "1"
+
+
+def test_a_sweep_that_is_ended_while_a_point_waits_begins_it_no_more(tmp_path):
+    (point,) = points(tmp_path, {"a": ""})
+    point.folder.mkdir()
+    lock = open_lock(point.folder / "sweep.lock")
+    timers = [
+        threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]),
+        threading.Timer(5.0, os.close, [lock]),
+    ]
+    for timer in timers:
+        timer.start()
+    with pytest.raises((KeyboardInterrupt, SystemExit)):  # Composer's import sets a handler.
+        run_points([point], num_jobs=1)
+    assert timers[1].is_alive(), "it has not waited for the other process"
+    timers[1].join()
+    assert not (point.folder / "sweep.log").exists()
