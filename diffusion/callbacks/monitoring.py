@@ -166,11 +166,11 @@ class Heartbeat(Callback):
             self._write(Phase.step)
 
     def _sync_and_renew(self) -> None:
-        """Sync the file and renew the lease, in a thread."""
+        """Renew the lease and sync the file, in a thread; a failure of one leaves the other alone."""
         while not self._ended.wait(timeouts.RENEWAL):
             try:
-                self._file.sync()
                 self._lease.renew()
+                self._file.sync()
             except MachineError as error:
                 log.critical("%s", error)
                 os._exit(USER_ERROR_EXIT_CODE)

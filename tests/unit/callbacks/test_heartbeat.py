@@ -1,3 +1,6 @@
+import errno
+import json
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -5,8 +8,9 @@ import torch
 from composer import Event
 
 from diffusion.callbacks.monitoring import Heartbeat
-from diffusion.operations.heartbeats import Phase, read_heartbeats
-from diffusion.operations.lease import leased
+from diffusion.operations import timeouts
+from diffusion.operations.heartbeats import HeartbeatFile, Phase, read_heartbeats
+from diffusion.operations.lease import LEASE_FILE, leased
 
 
 def test_compilation_within_a_step_is_a_phase_of_its_own(tmp_path):
@@ -35,3 +39,21 @@ def test_compilation_within_a_step_is_a_phase_of_its_own(tmp_path):
     assert found == [Phase.compiling] * 3 + [Phase.evaluation]
     torch.compile(lambda x: x + 2, backend="eager")(torch.ones(1))
     assert phase() is Phase.ended
+
+
+def test_the_lease_is_renewed_while_the_heartbeat_does_not_reach_the_disk(tmp_path, monkeypatch):
+    num_failures = 0
+
+    def fail(file: HeartbeatFile) -> None:
+        nonlocal num_failures
+        num_failures += 1
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(HeartbeatFile, "sync", fail)
+    monkeypatch.setattr(timeouts, "RENEWAL", 0.01)
+    with leased(tmp_path) as lease, Heartbeat(tmp_path / "beats", lease):
+        deadline = time.monotonic() + 60
+        while num_failures < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert json.loads((tmp_path / LEASE_FILE).read_text())["count"] >= 2
