@@ -115,7 +115,6 @@ def _read(path: Path) -> HeartbeatRecord | None:
         time.sleep(0.01 if attempt else 0)
         try:
             fields = json.loads(path.read_bytes())
-            fields.pop("waited", None)  # until 0.3
             return HeartbeatRecord(**{**fields, "phase": Phase(fields["phase"])})
         except FileNotFoundError:
             return None
