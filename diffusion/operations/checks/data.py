@@ -206,8 +206,10 @@ def check_cache(dataset: TrainingDataset, data: DataConfig) -> Iterator[Verdict]
         needed = min(demand.node_bytes, parse_size(data.cache_limit, "data.cache_limit"))
     missing = max(0, needed - dataset.cache_bytes())
     caches = [existing(stream.folder) for stream in dataset.streams if stream.remote is not None]
-    for folder in {folder.stat().st_dev: folder for folder in caches}.values():
-        yield check_cache_space(demand, folder, free=shutil.disk_usage(folder).free, missing=missing)
+    disks = {folder.stat().st_dev: folder for folder in caches}.values()
+    if disks:
+        free = sum(shutil.disk_usage(disk).free for disk in disks)
+        yield check_cache_space(demand, *disks, free=free, missing=missing)
 
 
 def check_cache_limit(demand: CacheDemand, limit: str) -> Verdict:
@@ -230,16 +232,17 @@ def check_cache_limit(demand: CacheDemand, limit: str) -> Verdict:
     return ok("cache limit", what)
 
 
-def check_cache_space(demand: CacheDemand, folder: Path, *, free: int, missing: int) -> Verdict:
-    """Check that a disk has space for the cache.
+def check_cache_space(demand: CacheDemand, *folders: Path, free: int, missing: int) -> Verdict:
+    """Check that the disks have space for the cache; which streams fill which disk is not considered.
 
     Args:
         demand: of the node.
-        folder: of the cache.
-        free: free bytes of the disk.
+        folders: of the cache, one on each disk.
+        free: free bytes of all disks.
         missing: bytes that are still to be downloaded.
     """
-    what = f"{folder} has {size_text(free)} free, and {size_text(missing)} are still to be downloaded to this node"
+    names = ", ".join(map(str, folders))
+    what = f"{size_text(free)} are free for {names}, and {size_text(missing)} are still to be downloaded to this node"
     if free >= missing:
         return ok("cache space", what)
     remedy = (

@@ -3,22 +3,28 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import pytest
 
 from diffusion.config.data import Representation, StreamConfig, ValidationConfig
 from diffusion.config.loading import load_config
+from diffusion.datasets.dataset import TrainingDataset
 from diffusion.datasets.loader import train_loader
 from diffusion.datasets.streams import locate_streams
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.operations.checks.data import (
     CacheDemand,
+    check_cache,
     check_cache_limit,
     check_cache_space,
     check_caches,
     check_files,
+    find_cache_demand,
 )
 from diffusion.operations.checks.doctor import diagnose
+from diffusion.operations.checks.machine import SHM
 from diffusion.operations.checks.verdicts import Level, Verdict
 from tests.tools.training_runs import ROOT
 from tests.tools.written_data import data_config, write_encoded, write_prepared
@@ -91,6 +97,22 @@ def test_the_space_of_the_cache(tmp_path):
     verdict = check_cache_space(DEMAND, tmp_path, free=200 * GB, missing=500 * GB)
     assert verdict.level is Level.problem
     assert "data.cache_limit" in verdict.remedy
+
+
+@pytest.mark.skipif(not SHM.is_dir(), reason="needs a second disk")
+@pytest.mark.parametrize(("share", "level"), [(0.6, Level.ok), (0.4, Level.problem)])
+def test_a_cache_on_two_disks_needs_the_space_of_both(tmp_path, monkeypatch, share, level):
+    root = write_encoded(tmp_path, {"a": 40, "b": 40})
+    with TemporaryDirectory(dir=SHM) as second:
+        data = data_config(tmp_path / "cache", "a", "b", remote=str(root), representation=Representation.latents)
+        data.streams[1].local, data.streams[1].remote = second, str(root / "b")
+        dataset = train_loader(data, seed=3, tokenize=None, rank_batch_size=8).dataset
+        assert isinstance(dataset, TrainingDataset)
+        missing = find_cache_demand(dataset, data).node_bytes - dataset.cache_bytes()
+        monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=share * missing))
+        (verdict,) = check_cache(dataset, data)
+        assert verdict.level is level
+        dataset.close()
 
 
 def test_a_cache_limit_below_what_is_needed_at_once_ends_the_start(tmp_path):
