@@ -146,9 +146,7 @@ def begins_with(run: Path, config: Config, checkpoint: str) -> bool:
 
 
 def find_superseded(run: Path, config: Config, num_kept: int | None) -> list[Path | RemoteCheckpoint]:
-    """Find the whole checkpoints that a run no longer needs, in a folder or an object store; none of a running run.
-
-    None, too, if their folder is relative, and the run's working directory unknown.
+    """Find the whole checkpoints that a run no longer needs, in a folder or an object store.
 
     Args:
         run: the run folder.
@@ -157,12 +155,20 @@ def find_superseded(run: Path, config: Config, num_kept: int | None) -> list[Pat
             `trainer.keep_checkpoints`.
 
     Raises:
-        UserError: the store cannot be read.
+        UserError: the run is running, keeps all, or has its checkpoints in an unknown folder; or the store cannot be
+            read.
     """
     settings, location = config.trainer, checkpoints_of(run, config)
     num_kept = settings.keep_checkpoints if num_kept is None else num_kept
-    if num_kept < 1 or _is_guessed(run, settings.checkpoint_folder) or is_running(run):
-        return []
+    if is_running(run):
+        raise MachineError("it is running")
+    if num_kept < 1:
+        raise ConfigurationError(f"trainer.keep_checkpoints is {num_kept}, which keeps all: give --keep")
+    if _is_guessed(run, settings.checkpoint_folder):
+        raise ConfigurationError(
+            f"trainer.checkpoint_folder is {settings.checkpoint_folder}, and the folder in which the run was started "
+            "is not known"
+        )
     every = None
     if settings.keep_every is not None:
         every = steps_of(config, settings.keep_every, "trainer.keep_every")

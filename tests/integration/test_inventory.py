@@ -173,7 +173,8 @@ def test_checkpoints_in_a_store_go_with_yes_only_and_never_those_that_are_needed
     assert names() == everything
     hold(run, host="elsewhere")
     runs_command.prune([tmp_path], 1, is_confirmed=True)
-    assert names() == everything, "the run is running"
+    assert names() == everything
+    assert f"{run}  is skipped: it is running" in capsys.readouterr().out
     (run / LEASE_FILE).unlink()
     runs_command.prune([tmp_path], 1, is_confirmed=True)
     assert names() == ["ep0-ba3", "ep0-ba4.pt", "ep0-ba8.pt", "ep0-ba10.pt", "ep0-ba11"]

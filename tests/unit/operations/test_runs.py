@@ -168,7 +168,8 @@ def test_old_checkpoints_go_and_those_of_a_run_at_work_stay(tmp_path):
     (run / "checkpoints/ep0-ba10.pt").write_bytes(b"damaged")
 
     hold(run, host="elsewhere")
-    assert find_superseded(run, config, num_kept=1) == []
+    with pytest.raises(MachineError, match="running"):
+        find_superseded(run, config, num_kept=1)
     (run / LEASE_FILE).unlink()
     assert [path.name for path in find_superseded(run, config, num_kept=1)] == ["ep0-ba2.pt", "ep0-ba6.pt"]
     names = ["ep0-ba2.pt", "ep0-ba4.pt", "ep0-ba6.pt", "ep0-ba8.pt", "ep0-ba10.pt"]
@@ -211,7 +212,8 @@ def test_a_relative_checkpoint_folder_is_that_of_the_folder_in_which_the_run_was
         for step in (2, 4):
             write_file(folder / f"kept/ep0-ba{step}.pt", {"state": {"x": torch.zeros(8)}})
     monkeypatch.chdir(tmp_path / "other")
-    assert find_superseded(tmp_path / "run", config, num_kept=1) == []
+    with pytest.raises(ConfigurationError, match=r"trainer\.checkpoint_folder is kept"):
+        find_superseded(tmp_path / "run", config, num_kept=1)
     os.close(supervise(tmp_path, os.getpid(), []))
     (tmp_path / SUPERVISED).rename(tmp_path / "run" / SUPERVISED)
     assert find_superseded(tmp_path / "run", config, num_kept=1) == [tmp_path / "kept/ep0-ba2.pt"]
