@@ -149,7 +149,15 @@ def show_inventory(roots: list[str], folders: list[Path], storage_price: float |
 def prune(folders: list[Path], keep: int | None, *, is_confirmed: bool) -> None:
     """Remove checkpoints that no run needs."""
     from diffusion.config.fields import size_text
-    from diffusion.operations.runs import begins_with, find_runs, find_superseded, num_bytes, read_config, remove
+    from diffusion.operations.runs import (
+        beginning_of,
+        begins_with,
+        find_runs,
+        find_superseded,
+        num_bytes,
+        read_config,
+        remove,
+    )
 
     configs = {}
     for run in find_runs(folders):
@@ -157,11 +165,12 @@ def prune(folders: list[Path], keep: int | None, *, is_confirmed: bool) -> None:
             configs[run] = read_config(run)
         except UserError as error:
             print(f"{run}  is skipped: {error}")
+    beginnings = {beginning_of(run, config) for run, config in configs.items()}
     num_removed = size = 0
     for run, config in configs.items():
         try:
             for checkpoint in find_superseded(run, config, keep):
-                if any(begins_with(*other, str(checkpoint)) for other in configs.items()):
+                if any(begins_with(one, str(checkpoint)) for one in beginnings):
                     print(f"{checkpoint}  stays: another run began with it")
                     continue
                 print(checkpoint)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -163,17 +164,23 @@ def assign_users(items: Sequence[Item], uses: Mapping[str, Iterable[str]]) -> No
         items: of all roots.
         uses: locations by user.
     """
+    prefixes = {user: {_prefix(one) for one in locations} for user, locations in uses.items()}
+    encoded = defaultdict(list)
+    for item in items:
+        encoded[item.source].append(item.uri)
     for item in items:
         if item.kind is Kind.other:
             continue
-        item.users = [user for user, locations in uses.items() if any(_overlap(item.uri, one) for one in locations)]
-        item.users += [other.uri for other in items if other.source is not None and other.source == item.digest]
+        own = _prefix(item.uri)
+        item.users = [
+            user for user, those in prefixes.items() if any(own.startswith(one) or one.startswith(own) for one in those)
+        ]
+        item.users += encoded[item.digest] if item.digest is not None else []
 
 
-def _overlap(a: str, b: str) -> bool:
-    """Whether one of two locations is the other, or lies within it."""
-    a, b = (one.rstrip("/") + "/" if is_url(one) else f"{Path(one).expanduser().resolve()}/" for one in (a, b))
-    return a.startswith(b) or b.startswith(a)
+def _prefix(location: str) -> str:
+    """How the absolute paths or URIs begin of all that lies in a location."""
+    return location.rstrip("/") + "/" if is_url(location) else f"{Path(location).expanduser().resolve()}/"
 
 
 def inventory_rows(items: Sequence[Item], storage_price: float | None) -> list[tuple[str, ...]]:

@@ -134,15 +134,22 @@ def checkpoints_of(run: Path, config: Config) -> str:
     return str(run.resolve() / "checkpoints") if location is None else absolute(run, location)
 
 
-def begins_with(run: Path, config: Config, checkpoint: str) -> bool:
-    """Whether a run begins with a checkpoint, or may do so: its path may be relative to a folder that is unknown."""
+def beginning_of(run: Path, config: Config) -> tuple[str, ...]:
+    """Parts of the location of the checkpoint that a run begins with; none without one.
+
+    The last parts only, if the location is relative to a folder that is unknown.
+    """
     if config.init_from is None:
-        return False
+        return ()
     location = config.init_from.checkpoint
-    if not _is_guessed(run, location):
-        return absolute(run, location) == checkpoint
-    parts = tuple(part for part in Path(location).parts if part != "..")
-    return Path(checkpoint).parts[-len(parts) :] == parts
+    if _is_guessed(run, location):
+        return tuple(part for part in Path(location).parts if part != "..")
+    return Path(absolute(run, location)).parts
+
+
+def begins_with(beginning: tuple[str, ...], checkpoint: str) -> bool:
+    """Whether the run of a beginning begins with a checkpoint, or may do so."""
+    return beginning != () and Path(checkpoint).parts[-len(beginning) :] == beginning
 
 
 def find_superseded(run: Path, config: Config, num_kept: int | None) -> list[Path | RemoteCheckpoint]:

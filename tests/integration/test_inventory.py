@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.checkpointing.save import write_file
 from diffusion.errors import ConfigurationError
 from diffusion.operations.costs import CostsFile, Kind, StartCosts
+from diffusion.operations.inventory import Item, assign_users, find_items, read_uses
 from diffusion.operations.inventory import Kind as Content
-from diffusion.operations.inventory import assign_users, find_items, read_uses
 from diffusion.operations.lease import LEASE_FILE
 from scripts import runs as runs_command
 from tests.tools.s3_server import S3Server, s3_process, s3_server
@@ -102,6 +103,14 @@ def test_each_file_belongs_to_one_item_and_each_item_has_its_users(place, s3_ser
     assert found["latents"].written == newest > 0
     with pytest.raises(ConfigurationError):
         find_items(f"{root}/absent")
+
+
+def test_hundreds_of_items_and_runs_are_compared_in_seconds(tmp_path: Path) -> None:
+    items = [Item(uri=f"{tmp_path}/{number}", kind=Content.prepared) for number in range(300)]
+    began = time.process_time()
+    assign_users(items, {str(number): [f"{tmp_path}/{number}/train", "s3://b/x"] for number in range(300)})
+    assert time.process_time() - began < 5
+    assert [item.users for item in items] == [[str(number)] for number in range(300)]
 
 
 @pytest.mark.s3
