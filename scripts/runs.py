@@ -121,8 +121,8 @@ def show_costs(run: Path, **prices: float | None) -> None:
     for folder in absent:
         print(f"not on this machine, and not counted: {folder}")
     limits = config.operations
-    for limit in project(starts, num_steps, max_gpu_hours=limits.max_gpu_hours, max_dollars=limits.max_dollars):
-        print(limit)
+    for line in project(starts, num_steps, max_gpu_hours=limits.max_gpu_hours, max_dollars=limits.max_dollars):
+        print(line)
 
 
 def show_inventory(roots: list[str], folders: list[Path], storage_price: float | None) -> None:

@@ -144,56 +144,25 @@ def budget_left(
     return is_left, " and ".join(parts)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Projection:
-    """What a run will have used of a limit at its last step, at the rate of its steps so far."""
-
-    key: str
-    """Of the limit."""
-
-    limit: float
-    used: float
-    step: int
-    """Completed steps, at least 1."""
-
-    num_steps: int
-    """Steps of the whole run."""
-
-    @property
-    def at_end(self) -> float:
-        """Use after the last step."""
-        return self.used * self.num_steps / self.step
-
-    @property
-    def last_step(self) -> int:
-        """Step after which the limit is reached, or that of the end."""
-        return self.num_steps if self.at_end <= self.limit else int(self.step * self.limit / self.used)
-
-    def __str__(self) -> str:
-        end, limit = (
-            f"${value:,.2f}" if self.key == "max_dollars" else f"{value:,.2f} GPU-hours"
-            for value in (self.at_end, self.limit)
-        )
-        text = f"at this rate it will have cost {end} of {limit} (operations.{self.key}) at step {self.num_steps:,}"
-        return (
-            text
-            if self.at_end <= self.limit
-            else f"on its way over its budget: {text}; it ends at step {self.last_step:,}"
-        )
-
-
 def project(
     starts: Sequence[StartCosts], num_steps: int, *, max_gpu_hours: float | None, max_dollars: float | None
-) -> list[Projection]:
-    """Project the use of each limit to the last of the steps of a run; none before its first step."""
-    step = starts[-1].reached
+) -> list[str]:
+    """Say what each limited quantity will be at the last step, at the rate so far; nothing before the first step."""
+    step, lines = starts[-1].reached, []
     hours, dollars = sum(start.gpu_hours for start in starts), sum(start.dollars for start in starts)
-    limits = {"max_gpu_hours": (max_gpu_hours, hours), "max_dollars": (max_dollars, dollars)}
-    return [
-        Projection(key=key, limit=limit, used=used, step=step, num_steps=num_steps)
-        for key, (limit, used) in limits.items()
-        if limit is not None and step
-    ]
+    for key, limit, used, form in (
+        ("max_gpu_hours", max_gpu_hours, hours, "{:,.2f} GPU-hours"),
+        ("max_dollars", max_dollars, dollars, "${:,.2f}"),
+    ):
+        if limit is None or not step:
+            continue
+        at_end = used * num_steps / step
+        costs = f"{form.format(at_end)} of {form.format(limit)} (operations.{key})"
+        line = f"at this rate it will have cost {costs} at step {num_steps:,}"
+        if at_end > limit:
+            line = f"on its way over its budget: {line}; it ends at step {int(step * limit / used):,}"
+        lines.append(line)
+    return lines
 
 
 def mark_spent(run: Path, step: int, reason: str) -> None:
