@@ -102,7 +102,8 @@ def prepare(
                 raise NothingKeptError(f"no image passes the conditions; {storage.shown(out)} stays as it is")
             scan = _begin_anew(out, scan)
         if "select" in stages:
-            select(out, config, scan, progress=progress)
+            num_finished = len(finished.generations) if finished else 0
+            select(out, config, scan, finished=num_finished, progress=progress)
         if "write" not in stages:
             return None
         manifest = write(out, scan, settings, workers, scratch=config.scratch, progress=progress)

@@ -8,6 +8,7 @@ result of a generation is `selection/GENERATION.json` and two parquet files besi
 """
 
 import dataclasses
+import functools
 import json
 import logging
 from collections.abc import Collection, Iterable, Sequence
@@ -160,13 +161,14 @@ def check(config: PrepareConfig) -> None:
         parse_where(config.where)
 
 
-def select(out: str, config: PrepareConfig, scan: "Scan", *, progress: bool = False) -> Selection:
+def select(out: str, config: PrepareConfig, scan: "Scan", *, finished: int = 0, progress: bool = False) -> Selection:
     """Select the images of each generation, unless that was done with the same settings, metadata and scores.
 
     Args:
         out: folder of the data set.
         config: the preparation.
         scan: partitions and sources; all partitions have been scanned.
+        finished: number of generations that are written. Their selections stay: takedowns find samples by them.
         progress: show a bar on stderr.
 
     Returns:
@@ -179,8 +181,9 @@ def select(out: str, config: PrepareConfig, scan: "Scan", *, progress: bool = Fa
     """
     check(config)
     _check_scored(out, config, scan)
-    earlier: list[Selection] = []
-    for generation in range(max((partition.generation for partition in scan.partitions), default=0) + 1):
+    earlier = list(storage.concurrent_map(functools.partial(read_selection, out), range(finished)))
+    last = max((partition.generation for partition in scan.partitions), default=0)
+    for generation in range(finished, last + 1):
         identity = _identity(out, config, scan, earlier, generation)
         if storage.exists(_uri(out, f"{generation}.json")):
             found = read_selection(out, generation)

@@ -146,7 +146,7 @@ def write(
     """
     shard_format(settings).check()
     num_generations = max((one.generation for one in scan.partitions), default=0) + 1
-    selections = [read_selection(out, number) for number in range(num_generations)]
+    selections = list(storage.concurrent_map(functools.partial(read_selection, out), range(num_generations)))
     finished = PreparedManifest.read(out) if storage.exists(storage.join(out, MANIFEST)) else None
     if not any(selection.kept for selection in selections):
         raise _nothing_kept(out, selections)

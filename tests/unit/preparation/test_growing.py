@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from diffusion import storage
@@ -56,6 +58,22 @@ def test_what_a_source_gained_is_added_behind(tmp_path):
     assert len(alone.generations) == 1
     assert prepare([source], out, **OPTIONS) == second
     assert tree(out) == now
+
+
+def test_a_score_of_another_tool_that_changed(tmp_path):
+    """What is written stays, and takedowns find it."""
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 30)
+    prepare([source], out, **OPTIONS)
+    before = keys(out)
+    part = out / "scores" / "mine" / "000000.parquet"
+    part.parent.mkdir(parents=True)
+    pq.write_table(pa.table({"mine": range(6)}), part)
+    grow(source)
+    assert [one.kept for one in prepare([source], out, **OPTIONS).generations] == [30, 22]
+    now = keys(out)
+    assert all(now[place][: len(listed)] == listed for place, listed in before.items())
+    assert take_down(str(out), {"set/0003.png", "set/0027.png", "set/0100.png"}, erase=True).absent == []
 
 
 def test_keys_of_where_keep_their_types(tmp_path):
