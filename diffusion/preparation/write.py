@@ -66,7 +66,7 @@ from diffusion.preparation.layout import (
     write_table,
 )
 from diffusion.preparation.records import Location, NothingKeptError, Partition, Reason, clean_text, fit_for_json
-from diffusion.preparation.scan import Scan
+from diffusion.preparation.scan import Scan, changed_settings
 from diffusion.preparation.select import Selection, kept_rows, read_selection
 from diffusion.preparation.sources import Source
 from diffusion.preparation.sources.reading import printable
@@ -140,14 +140,20 @@ def write(
 
     Raises:
         ConfigurationError: shards cannot be written so.
-        DataError: no image was selected; an image has changed since the scan, or is gone; what is finished was written
-            from another selection.
+        DataError: no image was selected, or with other settings; an image has changed since the scan, or is gone; what
+            is finished was written from another selection.
         MachineError: a source cannot be read, `out` cannot be written to, or a worker died.
     """
     shard_format(settings).check()
     num_generations = max((one.generation for one in scan.partitions), default=0) + 1
     selections = list(storage.concurrent_map(functools.partial(read_selection, out), range(num_generations)))
     finished = PreparedManifest.read(out) if storage.exists(storage.join(out, MANIFEST)) else None
+    made_with = finished.settings if finished else selections[-1].settings
+    given = {name: value for name, value in settings.items() if name in made_with}
+    if differences := changed_settings(made_with, given):
+        raise DataError(
+            f"{storage.shown(out)} was selected with other settings ({', '.join(differences)}); run the stage select"
+        )
     if not any(selection.kept for selection in selections):
         raise _nothing_kept(out, selections)
     _begin(out, selections, finished)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zlib
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -247,6 +248,20 @@ def test_stages_one_by_one_are_all_at_once(hostile, tmp_path):
         assert (tmp_path / "stages" / "manifest.json").exists() == (stage == "write")
     prepare([hostile], tmp_path / "once", edges=[16])
     assert tree(tmp_path / "stages") == tree(tmp_path / "once")
+
+
+def test_what_was_selected_with_other_settings_is_not_written(tmp_path):
+    write_folder(tmp_path / "set", 6)
+    config = PrepareConfig(sources=[str(tmp_path / "set")], out=str(tmp_path / "out"), workers=1, seed=1)
+    config.buckets.edges = [16]
+    prepare_from_config(config, stages=STAGES[:3])
+    before = tree(tmp_path)
+    for changes in ({"seed": 2}, {"where": "width > 36"}, {"shard_mb": 9.0}):
+        with pytest.raises(DataError, match=next(iter(changes))):
+            prepare_from_config(replace(config, **changes), stages=("write",))
+    assert tree(tmp_path) == before
+    manifest = prepare_from_config(config, stages=("write",), report=False)
+    assert manifest is not None and (manifest.kept, manifest.settings["seed"]) == (6, 1)
 
 
 def test_explain_writes_nothing(hostile, tmp_path, capsys):

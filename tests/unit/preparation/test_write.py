@@ -217,7 +217,7 @@ def test_a_finished_data_set_of_another_selection_is_refused(tmp_path):
     select_images(data.out, data.source, SIZES, identity="b")
     before = tree(Path(data.out))
     with pytest.raises(DataError, match="--overwrite"):
-        data.write(shard_mb=1)
+        data.write()
     assert tree(Path(data.out)) == before
     (tmp_path / "out" / "manifest.json").unlink()
     data.write(shard_mb=1)
