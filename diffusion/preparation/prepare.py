@@ -57,7 +57,7 @@ def prepare(
         stages: some of `STAGES`.
         removed: file of keys that are never to be in the data set; samples that are there already are marked as
             removed.
-        overwrite: replace a finished data set; the metadata and scores that still fit are kept.
+        overwrite: replace a finished data set, by the stage select; the metadata and scores that still fit are kept.
         only: files that the data set grows by; other new files wait, and changes to files that were already scanned are
             ignored. None: all, and a file that is gone or has changed is an error.
         report: write `report.html` and `report.json`.
@@ -95,13 +95,13 @@ def prepare(
             scan = Scan.read(out)
         if "score" in stages:
             score(config, scan, workers=workers, progress=progress)
-        if finished is None:
-            # A mistake in the conditions is found before anything is removed.
-            is_replaced = "select" in stages and storage.exists(storage.join(out, MANIFEST))
-            if is_replaced and explain(out, config, scan)[-1].remaining == 0:
-                raise NothingKeptError(f"no image passes the conditions; {storage.shown(out)} stays as it is")
-            scan = _begin_anew(out, scan)
         if "select" in stages:
+            if finished is None:
+                # A mistake in the conditions is found before anything is removed.
+                is_replaced = storage.exists(storage.join(out, MANIFEST))
+                if is_replaced and explain(out, config, scan)[-1].remaining == 0:
+                    raise NothingKeptError(f"no image passes the conditions; {storage.shown(out)} stays as it is")
+                scan = _begin_anew(out, scan)
             num_finished = len(finished.generations) if finished else 0
             select(out, config, scan, finished=num_finished, progress=progress)
         if "write" not in stages:

@@ -53,6 +53,7 @@ from diffusion.preparation.metadata import (
     open_database,
 )
 from diffusion.preparation.records import NothingKeptError, Reason
+from diffusion.storage import MissingFileError
 
 if TYPE_CHECKING:
     import duckdb
@@ -202,7 +203,10 @@ def read_selection(out: str, generation: int) -> Selection:
         DataError: there is none, or it is damaged.
     """
     uri = _uri(out, f"{generation}.json")
-    values = storage.read_json(uri)
+    try:
+        values = storage.read_json(uri)
+    except MissingFileError as error:
+        raise DataError(f"{storage.shown(uri)} does not exist; run the stage select first") from error
     try:
         values["places"] = {name: Counts(**counts) for name, counts in values["places"].items()}
         examples = values.get("examples", {}).items()

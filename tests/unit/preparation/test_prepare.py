@@ -3,6 +3,7 @@
 import io
 import itertools
 import runpy
+import shutil
 import struct
 import subprocess
 import sys
@@ -369,6 +370,23 @@ def test_what_version_1_removed_stays_removed(tmp_path):
     (out / "withdrawn.txt").write_text("set/0003.png\n")
     manifest = prepare([tmp_path / "set"], out, edges=[16], overwrite=True)
     assert (manifest.kept, manifest.rejected["removed"].count) == (3, 1)
+
+
+@pytest.mark.parametrize("stage", ["scan", "score", "write"])
+def test_a_stage_without_a_selection_replaces_nothing(tmp_path, stage):
+    write_folder(tmp_path / "set", 4)
+    prepare([tmp_path / "set"], tmp_path / "out", edges=[16])
+    before = tree(tmp_path / "out")
+    config = PrepareConfig(sources=[str(tmp_path / "set")], out=str(tmp_path / "out"), workers=1)
+    config.buckets.edges = [16]
+    prepare_from_config(config, stages=(stage,), overwrite=True, report=False)
+    assert tree(tmp_path / "out") == before
+    if stage == "write":
+        with pytest.raises(DataError, match="seed"):
+            prepare_from_config(replace(config, seed=1), stages=(stage,), overwrite=True, report=False)
+        shutil.rmtree(tmp_path / "out" / "selection")
+        with pytest.raises(DataError, match="stage select"):
+            prepare_from_config(config, stages=(stage,), overwrite=True, report=False)
 
 
 def test_scores_survive_an_overwrite(tmp_path):
