@@ -173,8 +173,10 @@ def write(
     )
     total = sum(selection.kept for selection in selections)
     written = sum(one["entry"]["samples"] for entries in _read_entries(out, sorted(done)) for one in entries)
+    captioned = part_numbers(storage.join(out, SCORES, CAPTIONS))  # By the captioner, or by another tool.
+    make = functools.partial(_Writer, out, dict(settings), captioned, scratch)
     with progress_bar("writing", total, initial=written, shown=progress) as bar:
-        for num_samples in run(workers, functools.partial(_Writer, out, dict(settings), scratch), tasks):
+        for num_samples in run(workers, make, tasks):
             bar.update(num_samples)
     folders = write_indexes(out, selections[-1].first_task + len(selections[-1].tasks))
     manifest = _manifest(out, scan, selections, settings, folders)
@@ -286,11 +288,11 @@ class _Pool:
 class _Writer:
     """Does write tasks, one after the other."""
 
-    def __init__(self, out: str, settings: Mapping[str, Any], scratch: str | None) -> None:
+    def __init__(self, out: str, settings: Mapping[str, Any], captioned: set[int], scratch: str | None) -> None:
         self._out, self._scratch, self._format = out, scratch, shard_format(settings)
+        self._captioned = captioned
         self._window_bytes = round(settings["window_mb"] * 2**20)
         self._scores = [scorer["column"] for scorer in settings["scorers"]]
-        self._is_captioned = settings["captioner"] is not None
 
     def __call__(self, task: WriteTask) -> int:
         """Write the shards and the positions of a task; return how many samples they hold."""
@@ -337,9 +339,10 @@ class _Writer:
         """Metadata and scores of some rows of a partition."""
         name = part_name(part)
         values = read_table(storage.join(self._out, METADATA, name)).take(rows).to_pylist()
-        if self._is_captioned:
-            captions = read_table(storage.join(self._out, SCORES, CAPTIONS, name)).take(rows)
-            values = [row | caption for row, caption in zip(values, captions.to_pylist(), strict=True)]
+        if part in self._captioned:
+            captions = read_table(storage.join(self._out, SCORES, CAPTIONS, name)).take(rows).to_pylist()
+            for row, caption in zip(values, captions, strict=True):
+                row.update({name: value for name, value in caption.items() if value is not None})
         scores = {column: read_table(storage.join(self._out, SCORES, column, name))[column] for column in self._scores}
         of_rows = pa.table(scores).take(rows).to_pylist() if scores else [{}] * len(rows)
         return [row | {"scores": score} for row, score in zip(values, of_rows, strict=True)]

@@ -480,6 +480,28 @@ def test_a_column_of_another_tool(tmp_path):
         prepare([tmp_path / "set"], out, overwrite=True, **options)
 
 
+def test_captions_of_another_tool(tmp_path):
+    """They are written as they are selected: where one is null, the source's stays."""
+    write_folder(tmp_path / "set", 4)
+    for number in (0, 1):
+        (tmp_path / "set" / f"{number:04}.txt").unlink()
+    out = tmp_path / "out"
+    captions = {"captions": [["a", "b"], None, ["c"], None], "generated_captions": [[1], None, None, None]}
+    kinds = {"captions": pa.list_(pa.string()), "generated_captions": pa.list_(pa.int32())}
+    config = PrepareConfig(sources=[str(tmp_path / "set")], out=str(out), workers=1)
+    config.buckets.edges = [16]
+    prepare_from_config(config, stages=("scan",))
+    (out / "scores" / "captions").mkdir(parents=True)
+    pq.write_table(pa.table(captions, schema=pa.schema(kinds)), out / "scores" / "captions" / "000000.parquet")
+    prepare_from_config(config, stages=("score", "select", "write"), report=False)
+    found = {one["key"]: (one["captions"], one["metadata"]) for one in read_samples(out)["train/16-up"]}
+    assert found == {
+        "set/0000.png": (["a", "b"], {"generated_captions": [1]}),
+        "set/0002.png": (["c"], {}),
+        "set/0003.png": (["image 3"], {}),
+    }
+
+
 @pytest.mark.parametrize("stages", [STAGES, ("scan",)])
 def test_a_scratch_folder_that_does_not_exist(tmp_path, stages):
     write_folder(tmp_path / "set", 4)
