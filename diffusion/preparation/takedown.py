@@ -271,6 +271,9 @@ def _erase_listings(dataset: str) -> None:
     names = {one["number"]: scan["sources"][one["source"]]["name"] for one in scan["partitions"]}
     for number in part_numbers(storage.join(dataset, LISTINGS)):
         uri = storage.join(dataset, LISTINGS, part_name(number))
+        if number not in names:  # Of a growth that was stopped before scan.json named it; it is listed again.
+            storage.delete([uri])
+            continue
         items = read_table(uri)["item"].to_pylist()
         kept = [item for item in items if hash_key(key_of_item(names[number], item)) not in removed]
         if len(kept) < len(items):

@@ -147,7 +147,8 @@ def test_stopped_while_growing(tmp_path, monkeypatch, moment):
     assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
 
 
-def test_a_takedown_reaches_the_listing_of_a_growth(tmp_path, monkeypatch):
+@pytest.mark.parametrize("moment", ["scan.run", "scan.Scan.write"])
+def test_a_takedown_reaches_the_listing_of_a_growth(tmp_path, monkeypatch, moment):
     source, out = tmp_path / "set", tmp_path / "out"
     write_folder(source, 6)
     prepare([source], out, **OPTIONS)
@@ -157,7 +158,7 @@ def test_a_takedown_reaches_the_listing_of_a_growth(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("diffusion.preparation.scan.run", stop)
+        patch.setattr(f"diffusion.preparation.{moment}", stop)
         prepare([source], out, **OPTIONS)
     assert any(b"0102" in content for _, content in contents(out / "listings"))
     take_down(str(out), ["set/0102.png"], erase=True)
