@@ -77,7 +77,7 @@ CREATE TABLE items AS
 
 _NEW = "FROM items ANTI JOIN known ON items.file = known.file AND (known.version <> '' OR items.version = '')"
 _CHANGED = "FROM items JOIN known USING (file) WHERE known.version NOT IN ('', items.version)"
-_GONE = "FROM known ANTI JOIN items USING (file) WHERE known.version <> ''"
+_GONE = "FROM known ANTI JOIN items USING (file) WHERE known.version <> '' AND NOT known.removed"
 _COLUMNS = "items.file, items.size, items.version, captions, metadata, text, json, unreadable, missing_image"
 
 
@@ -112,9 +112,10 @@ class FolderSource(Source):
             _insert(database, "lines", self._lines(sorted(name_of(file) for (file,) in tables)))
             database.execute(_ITEMS)
             self._report_overruled(database)
-            database.execute("CREATE TABLE known (file VARCHAR, version VARCHAR)")
+            database.execute("CREATE TABLE known (file VARCHAR, version VARCHAR, removed BOOLEAN)")
             if known:
-                seen = "SELECT file, max(version) FROM read_parquet(?, hive_partitioning = false) GROUP BY file"
+                seen = f"""SELECT file, max(version), bool_and(reason = '{Reason.REMOVED.value}')
+                    FROM read_parquet(?, hive_partitioning = false) GROUP BY file"""
                 database.execute(f"INSERT INTO known {seen}", [list(known)])
             database.execute("DELETE FROM items WHERE '~' || md5(file) IN (SELECT file FROM known)")  # Taken down.
             if only is not None:

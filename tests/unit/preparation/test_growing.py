@@ -219,6 +219,17 @@ def test_a_source_that_changed_is_refused(tmp_path):
     assert tree(out) == before
 
 
+@pytest.mark.parametrize("erase", [False, True])
+def test_a_removed_image_may_be_gone(tmp_path, erase):
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 6)
+    prepare([source], out, **OPTIONS)
+    take_down(str(out), {"set/0001.png"}, erase=erase)
+    (source / "0001.png").unlink()
+    write_folder(source, 2, start=50)
+    assert prepare([source], out, **OPTIONS).kept == 8
+
+
 def test_a_rejected_image_that_is_mended(tmp_path):
     source, out = tmp_path / "set", tmp_path / "out"
     write_folder(source, 4)
