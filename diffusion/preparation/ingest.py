@@ -279,9 +279,11 @@ def find_missing(config: PrepareConfig, sources: Sequence[Source], uris: Iterabl
         recorded = {file for source, file, _ in scan.files() if source == index}
         with local_metadata(config, scan, index) as known, duckdb.connect() as database:
             if known:
+                # One row per name of a file: a join by `file IN (...)` would compare each name with each row.
                 query = """
-                SELECT name FROM (SELECT unnest(?) AS name) SEMI JOIN read_parquet(?, hive_partitioning = false)
-                    ON file IN (name, '~' || md5(name))"""
+                SELECT name FROM (
+                    SELECT name, unnest([name, '~' || md5(name)]) AS file FROM (SELECT unnest(?) AS name)
+                ) SEMI JOIN read_parquet(?, hive_partitioning = false) USING (file)"""
                 recorded.update(name for (name,) in database.execute(query, [list(files), known]).fetchall())
         missing.update(uri for file, uri in files.items() if file not in recorded)
     return missing

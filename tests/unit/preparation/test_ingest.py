@@ -2,14 +2,17 @@
 
 import json
 import os
+import time
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.preparation import ingest
 from diffusion.preparation.config import PrepareConfig
-from diffusion.preparation.ingest import Ingestion, find_failing, list_arrivals
+from diffusion.preparation.ingest import Ingestion, find_failing, find_missing, list_arrivals
 from diffusion.preparation.notifications import Message, Queue, parse_event
 from diffusion.preparation.scan import open_configured
 from diffusion.preparation.sources.folder import FolderSource
@@ -66,6 +69,23 @@ class Meanwhile:
     def wait(self, seconds):
         while self.changes:
             self.changes.pop()()
+
+
+def test_many_messages_and_many_images(tmp_path):
+    """Comparing each name with each row would take 10 seconds."""
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 4)
+    prepare([source], out, **OPTIONS)
+    take_down(str(out), {"set/0001.png"}, erase=True)
+    part = out / "metadata" / "000000.parquet"
+    files = pa.table({"file": [f"{i}.png" for i in range(100_000)]})
+    pq.write_table(pa.concat_tables([pq.read_table(part), files], promote_options="default"), part)
+    config = config_of(source, out)
+    uris = [f"{source}/{name}.png" for name in ("0000", "0001", "99999", "new", *range(99_500, 100_500))]
+    start = time.process_time()
+    missing = find_missing(config, open_configured(config), uris)
+    assert time.process_time() - start < 2
+    assert missing == {f"{source}/{name}.png" for name in ("new", *range(100_000, 100_500))}
 
 
 def test_a_file_that_is_being_written_waits(tmp_path):
