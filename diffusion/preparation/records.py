@@ -16,7 +16,7 @@ class OutdatedError(DataError):
 
 
 class NothingKeptError(DataError):
-    """All images of a data set are rejected."""
+    """A data set has no image, or all are rejected."""
 
 
 class Reason(str, Enum):

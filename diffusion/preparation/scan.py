@@ -44,6 +44,7 @@ from diffusion.preparation.metadata import as_pattern, hash_key, removed_row
 from diffusion.preparation.output import clear, clear_folders
 from diffusion.preparation.records import (
     WITHOUT_CAPTION,
+    NothingKeptError,
     OutdatedError,
     Partition,
     Partitions,
@@ -132,7 +133,8 @@ def scan_sources(
         The scan; all its partitions have metadata.
 
     Raises:
-        DataError: a source is missing or unknown, or none holds an image; the data set is of other sources or settings,
+        NothingKeptError: no source holds an image.
+        DataError: a source is missing or unknown; the data set is of other sources or settings,
             or a source has changed in what was scanned before.
         MachineError: a file cannot be read or written, or a worker died.
     """
@@ -158,7 +160,7 @@ def scan_sources(
         clear(config.out)
         scan = _add_partitions(config, Scan(sources, [], settings), workers, listed)
     if not scan.partitions:
-        raise DataError(f"there is no image in {', '.join(source.path for source in sources)}; correct sources")
+        raise NothingKeptError(f"there is no image in {', '.join(source.path for source in sources)}; correct sources")
     _run_missing(config.out, scan, workers, progress)
     clear_folders(config.out, LISTINGS)
     return scan

@@ -118,6 +118,18 @@ def test_a_caption_that_comes_before_its_image_or_at_once_after(tmp_path):
     assert PreparedManifest.read(str(out)).kept == 8
 
 
+def test_the_only_image_gets_its_caption_between_two_looks(tmp_path):
+    source, out = tmp_path / "set", tmp_path / "out"
+    source.mkdir()
+    (source / "0.png").write_bytes(noise(40, 35, 1))
+    ingestion = ingestion_of(source, out)
+    ingestion._pause = Meanwhile(lambda: (source / "0.txt").write_text("x"))  # pyright: ignore[reportAttributeAccessIssue]
+    ingestion.grow()
+    assert not (out / "manifest.json").exists()
+    ingestion.grow()
+    assert PreparedManifest.read(str(out)).kept == 1
+
+
 def test_what_is_gone_or_has_changed_does_not_matter(tmp_path, caplog):
     source, out = tmp_path / "set", tmp_path / "out"
     write_folder(source, 6)
