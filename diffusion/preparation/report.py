@@ -133,10 +133,12 @@ def _load(out: str, database: MetadataDatabase, selections: Sequence[Selection])
     names = [f"{SELECTION}/{one.generation}-{kind}.parquet" for one in selections for kind in ("kept", "rejected")]
     folder = local_copies(out, names, database.folder)
     kept, rejected = (", ".join(literal(as_pattern(str(folder / name))) for name in names[i::2]) for i in (0, 1))
-    connection.execute(f"""CREATE VIEW decided AS
+    # Sorted, since the files are in the order of write tasks: each query below would read all of them.
+    connection.execute(f"""CREATE TABLE decided AS
         SELECT part, "row" AS row_number, '' AS reason, split || '/' || bucket AS place
             FROM read_parquet([{kept}], hive_partitioning = false)
-        UNION ALL SELECT part, "row", reason, '' FROM read_parquet([{rejected}], hive_partitioning = false)""")
+        UNION ALL SELECT part, "row", reason, '' FROM read_parquet([{rejected}], hive_partitioning = false)
+        ORDER BY part""")
     types = {name: kind for name, kind, *_ in connection.execute(f"DESCRIBE {database.images(parts)}").fetchall()}
     scores = [name for name in database.scores if name != CAPTIONS]
     texts = ["format", *(name for name in scores if types[name] == "VARCHAR")]
@@ -150,7 +152,7 @@ def _load(out: str, database: MetadataDatabase, selections: Sequence[Selection])
                 if(images.reason = {_REMOVED}, {_REMOVED}, coalesce(decided.reason, {_REMOVED})) AS reason,
                 coalesce(place, '') AS place, {", ".join([*finite, *map(identifier, texts)])}
             FROM {database.images(some)} images
-            LEFT JOIN (FROM decided WHERE part IN {(*some, -1)}) decided USING (part, row_number)""")
+            LEFT JOIN (FROM decided WHERE part BETWEEN {some[0]} AND {some[-1]}) decided USING (part, row_number)""")
     return sorted(numbers), sorted(texts)
 
 
