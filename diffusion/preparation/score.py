@@ -125,11 +125,20 @@ def _run_missing(step: _Step, scan: Scan, workers: Workers, progress: bool) -> N
     untyped: dict[int, int] = {}
     is_settled = False
     make, tasks = functools.partial(_Worker, step), map(scan.find, numbers)
+
+    def write_untyped() -> None:
+        # DuckDB reads all files of a column with one type, so a part without any value gets that of the others.
+        while untyped:
+            number, num_rows = untyped.popitem()
+            step.write(number, {step.column: pa.nulls(num_rows, kind or pa.float64())})
+
     with progress_bar(step.column, len(numbers), unit=" partitions", shown=progress) as bar:
         for result in run(_on_gpus(workers, num_gpus), make, tasks, num_gpus=num_gpus):
             bar.update()
             if result.kind is None:
                 untyped[result.number] = result.num_rows
+                if is_settled:
+                    write_untyped()
                 continue
             if kind not in (None, result.kind):
                 empty = {} if is_settled else _empty_parts(step, finished, result.kind)
@@ -140,9 +149,7 @@ def _run_missing(step: _Step, scan: Scan, workers: Workers, progress: bool) -> N
                 storage.delete(storage.join(step.folder, part_name(number)) for number in empty)
                 untyped |= empty
             kind, is_settled = result.kind, True
-    # DuckDB reads all files of a column with one type, so a part without any value gets that of the others.
-    for number, num_rows in untyped.items():
-        step.write(number, {step.column: pa.nulls(num_rows, kind or pa.float64())})
+    write_untyped()
 
 
 def _finished_parts(step: _Step) -> set[int]:

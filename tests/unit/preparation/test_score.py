@@ -91,6 +91,20 @@ def test_the_order_of_workers_does_not_matter_and_a_killed_run_goes_on(data, mon
     assert (data.out / "scores/redness" / part_name(1)).read_bytes() == first
 
 
+def test_a_part_without_values_is_not_computed_again_after_a_kill(data, monkeypatch):
+    texts = scorer("FirstWords", "x", arguments={"values": {"red 0": "r"}})
+
+    def stops_after_two(workers, make, tasks, *, num_gpus):
+        work = make()
+        yield from map(work, tasks)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "run", stops_after_two)
+    with pytest.raises(KeyboardInterrupt):
+        run(data, scorers=[texts])
+    assert pq.read_schema(data.out / "scores/x" / part_name(1)).field("x").type == pa.string()
+
+
 def test_scorers_of_captions_read_no_image(data):
     for path in Path(data.source.folder).rglob("*.png"):
         path.unlink()
