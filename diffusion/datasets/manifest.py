@@ -84,7 +84,7 @@ class PreparedManifest:
     """Manifest of a prepared data set."""
 
     KIND: ClassVar[str] = "prepared"
-    VERSIONS: ClassVar[tuple[int, ...]] = (1, 2)
+    VERSION: ClassVar[int] = 2
 
     sources: list[SourceEntry]
     settings: dict[str, Any]
@@ -95,20 +95,16 @@ class PreparedManifest:
     """Images that the sources held: kept and rejected together."""
     kept: int
     rejected: dict[str, RejectedEntry] = field(default_factory=dict)
-    """By reason, sorted. `refused` in version 1."""
+    """By reason, sorted."""
     splits: dict[str, dict[str, BucketEntry]] = field(default_factory=dict)
     """`train` and, with a validation split, `validation`: the buckets that hold samples, ascending."""
     generations: list[Generation] = field(default_factory=list)
     """In order; the numbers above are their sums."""
-    version: int = VERSIONS[-1]
-    """1: until 0.3, without metadata and positions; it cannot grow."""
+    version: int = VERSION
 
     def write(self, folder: Path | str) -> None:
         """Write `manifest.json` into a folder (path or s3://), atomically."""
-        values = {"kind": self.KIND, **asdict(self)}
-        if self.version == 1:
-            values["refused"] = values.pop("rejected")
-        storage.write_json(storage.join(str(folder), MANIFEST), values)
+        storage.write_json(storage.join(str(folder), MANIFEST), {"kind": self.KIND, **asdict(self)})
 
     @classmethod
     def read(cls, folder: Path | str) -> "PreparedManifest":
@@ -130,9 +126,8 @@ class PreparedManifest:
         kind = values.get("kind") if isinstance(values, dict) else None
         if kind != cls.KIND:
             raise DataError(f"{root} is not {cls.KIND} data: kind in {MANIFEST} is {kind!r}, not {cls.KIND!r}")
-        if values.get("version") not in cls.VERSIONS:
-            known = " or ".join(map(str, cls.VERSIONS))
-            raise DataError(f"{where} has version {values.get('version')!r}, this package reads {known}; make it anew")
+        if (version := values.get("version")) != cls.VERSION:
+            raise DataError(f"{where} has version {version!r}, this package reads {cls.VERSION}; make it anew")
         try:
             return cls(
                 sources=[SourceEntry(**entry) for entry in values["sources"]],
@@ -142,14 +137,13 @@ class PreparedManifest:
                 kept=values["kept"],
                 rejected={
                     reason: RejectedEntry(count=entry["count"], examples=[Example(**one) for one in entry["examples"]])
-                    for reason, entry in values["refused" if values["version"] == 1 else "rejected"].items()
+                    for reason, entry in values["rejected"].items()
                 },
                 splits={
                     split: {name: BucketEntry(**entry) for name, entry in buckets.items()}
                     for split, buckets in values["splits"].items()
                 },
                 generations=[Generation(**entry) for entry in values.get("generations", [])],
-                version=values["version"],
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{where} is damaged ({error!r}); write the data set anew") from error

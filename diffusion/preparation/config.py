@@ -24,8 +24,6 @@ class Missing(str, Enum):
 
     keep = "keep"
     reject = "reject"
-    refuse = "refuse"
-    """Former name of `reject`, until 0.3."""
 
 
 class CaptionMode(str, Enum):
@@ -148,20 +146,10 @@ class FiltersConfig:
     """An image without the value that a filter looks at: rejected for the reason `missing_COLUMN`, or kept."""
 
 
-RENAMED_PLUGINS = {  # until 0.3
-    "diffusion.preparation.selection.scorers.AestheticScore": "diffusion.preparation.aesthetic.AestheticScore",
-    "diffusion.preparation.selection.languages.CaptionLanguage": "diffusion.preparation.languages.CaptionLanguage",
-    "diffusion.preparation.selection.captioners.ImageToText": "diffusion.preparation.captioners.ImageToText",
-}
-
-
 @dataclass(kw_only=True)
 class _ImagePlugin(Plugin):
     num_gpus: float = bounded(0.0, min=0.0)
     """GPUs of a worker, or the share of one: 0.25 puts four workers on each. With 0 it computes on the CPU."""
-
-    def __post_init__(self) -> None:
-        self.path = RENAMED_PLUGINS.get(self.path, self.path)
 
 
 @dataclass(kw_only=True)

@@ -23,9 +23,6 @@ SCORES_RECORD = "scores.json"
 REMOVED = "removed.json"
 """File of a data set: `hash_key` of the keys of all removed images, sorted."""
 
-REMOVED_KEYS = "withdrawn.txt"
-"""File of a data set of version 1: the keys of removed images, one per line."""
-
 REPORT_PAGE, REPORT_NUMBERS = "report.html", "report.json"
 
 WRITER = "writer.json"

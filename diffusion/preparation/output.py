@@ -25,7 +25,6 @@ from diffusion.preparation.layout import (
     METADATA,
     POSITIONS,
     REMOVED,
-    REMOVED_KEYS,
     REPORT_NUMBERS,
     REPORT_PAGE,
     REREAD,
@@ -46,10 +45,7 @@ _SETTLING_SECONDS = 2.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 """EBADF: NFS locks only what can be opened for writing, which a folder cannot."""
 
-_FILES = (REMOVED_SAMPLES, REPORT_PAGE, REPORT_NUMBERS, "partitions.json")
-_FOLDERS_OF_VERSION_1 = ("facts", "refused")
-
-_ALLOWED = (WRITER, LISTINGS, REMOVED, REREAD, REMOVED_KEYS, DEAD_LETTERS, "lost+found")
+_ALLOWED = (WRITER, LISTINGS, REMOVED, REREAD, DEAD_LETTERS, "lost+found")
 """What may be there before the first scan has begun."""
 
 
@@ -77,15 +73,13 @@ def clear_result(out: str) -> None:
     """Remove what was selected and written; the manifest goes first. What was taken down stays known."""
     storage.delete([storage.join(out, MANIFEST)])
     clear_folders(out, POSITIONS, *SPLITS, SELECTION)  # Without positions no shard is taken for a finished one.
-    storage.delete(storage.join(out, name) for name in _FILES)
+    storage.delete(storage.join(out, name) for name in (REMOVED_SAMPLES, REPORT_PAGE, REPORT_NUMBERS))
 
 
 def clear(out: str) -> None:
     """Remove a prepared data set; `scan.json`, by which the rest is known if this is stopped, goes last."""
-    if not storage.exists(storage.join(out, SCAN)):
-        storage.write_json(storage.join(out, SCAN), {})
     clear_result(out)
-    clear_folders(out, SCORES, METADATA, LISTINGS, REREAD, *_FOLDERS_OF_VERSION_1)
+    clear_folders(out, SCORES, METADATA, LISTINGS, REREAD)
     storage.delete([storage.join(out, SCORES_RECORD), storage.join(out, SCAN)])
 
 

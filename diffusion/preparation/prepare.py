@@ -85,9 +85,9 @@ def prepare(
     if removed is not None and finished is not None:
         take_down(out, read_keys(removed))
     with claim(out, PreparedManifest.KIND):
-        if finished is None:
-            keys = read_keys(removed) if removed is not None else set()
-            add_removed(out, keys)  # With the list of version 1, which the scan does not read.
+        if removed is not None and finished is None:
+            keys = read_keys(removed)
+            add_removed(out, keys)
             reject_scanned(out, keys)
         if "scan" in stages:
             scan = scan_sources(config, workers=workers, progress=progress, overwrite=overwrite, only=only)
@@ -127,12 +127,12 @@ def _read_manifest(out: str, settings: dict[str, Any]) -> PreparedManifest | Non
     """Read the manifest of a finished data set that is to grow; None if there is none."""
     if not storage.exists(storage.join(out, MANIFEST)):
         return None
-    manifest, shown = PreparedManifest.read(out), storage.shown(out)
-    remedy = "choose another folder, or replace it with --overwrite"
-    if manifest.version == 1:
-        raise DataError(f"{shown} was prepared by version 0.2 or before, and nothing can be added to it; {remedy}")
+    manifest = PreparedManifest.read(out)
     if differences := changed_settings(manifest.settings, settings):
-        raise DataError(f"{shown} was prepared with other settings ({', '.join(differences)}); {remedy}")
+        raise DataError(
+            f"{storage.shown(out)} was prepared with other settings ({', '.join(differences)}); choose another folder, "
+            "or replace it with --overwrite"
+        )
     return manifest
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from diffusion import storage
 from diffusion.datasets.manifest import REMOVED_SAMPLES
 from diffusion.errors import DataError
-from diffusion.preparation.layout import REMOVED, REMOVED_KEYS
+from diffusion.preparation.layout import REMOVED
 from diffusion.preparation.metadata import hash_key
 
 
@@ -38,22 +38,16 @@ def _parse_line(line: str) -> str:
 
 def read_removed(dataset: str) -> frozenset[str]:
     """Read the hashes of the removed keys of a data set (path or s3://); none if nothing was removed."""
-    hashes: set[str] = set()
-    if storage.exists(storage.join(dataset, REMOVED)):
-        hashes.update(storage.read_json(storage.join(dataset, REMOVED)))
-    if storage.exists(storage.join(dataset, REMOVED_KEYS)):
-        lines = storage.read(storage.join(dataset, REMOVED_KEYS)).decode().split("\n")
-        hashes.update(hash_key(_parse_line(line)) for line in lines if line)
-    return frozenset(hashes)
+    uri = storage.join(dataset, REMOVED)
+    return frozenset(storage.read_json(uri) if storage.exists(uri) else ())
 
 
 def add_removed(dataset: str, keys: Iterable[str]) -> None:
     """Add keys to those that later scans reject."""
     known = read_removed(dataset)
     hashes = known.union(map(hash_key, keys))
-    if hashes and (hashes != known or not storage.exists(storage.join(dataset, REMOVED))):
+    if hashes != known:
         storage.write_json(storage.join(dataset, REMOVED), sorted(hashes))
-    storage.delete([storage.join(dataset, REMOVED_KEYS)])
 
 
 def read_marks(dataset: str) -> dict[str, list[int]]:

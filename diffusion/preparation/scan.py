@@ -147,9 +147,9 @@ def scan_sources(
             scan = Scan.read(config.out)
             _check_same(config.out, scan, sources, settings)
         elif storage.exists(storage.join(config.out, MANIFEST)):
-            raise OutdatedError(
-                f"{storage.shown(config.out)} was prepared by an earlier version, and nothing can be added to it; "
-                "choose another folder, or replace it with --overwrite"
+            raise DataError(
+                f"{storage.shown(config.out)} has no {SCAN}: it is of an earlier version, or damaged; choose another "
+                "folder, or delete this one"
             )
         _run_missing(config.out, scan, workers, progress)
         scan = _add_partitions(config, replace(scan, sources=sources), workers, only=only)

@@ -68,8 +68,6 @@ from diffusion.preparation.write import discard_generations, write_indexes
 
 logger = logging.getLogger(__name__)
 
-_OF_VERSION_1 = ("facts/", "refused/", "partitions.json")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Takedown:
@@ -127,10 +125,10 @@ def take_down(dataset: str, keys: Iterable[str], *, erase: bool = False) -> Take
     asked = set(keys)
     with claim(dataset, kind):
         add_removed(dataset, asked)
-        if kind == "prepared" and PreparedManifest.read(dataset).version > 1:
+        if kind == "prepared":
             found, count = _take_down_prepared(dataset, asked, erase)
         else:
-            found, count = _take_down_shards(dataset, asked, erase)
+            found, count = _take_down_encoded(dataset, asked, erase)
     absent = sorted(asked.difference(one.key for one in found))
     if absent:
         logger.warning(
@@ -302,8 +300,6 @@ def _erase_examples(dataset: str, rows: Mapping[int, Collection[int]]) -> None:
                 places = [{(one["part"], one["row"]), (one["of_part"], one["of_row"])} for one in listed]
                 listed[:] = [one for one, named in zip(listed, places, strict=True) if named.isdisjoint(removed)]
             storage.write_json(uri, values)
-        elif name.endswith("-rejected.parquet") and "duplicate_of" in (table := read_table(uri)).column_names:
-            write_table(uri, table.drop_columns("duplicate_of"))  # Keys, in data sets of an earlier version.
 
 
 def _erase_task(dataset: str, task: int, rows: Mapping[int, Collection[int]]) -> int:
@@ -357,17 +353,14 @@ def _update_splits(dataset: str, manifest: PreparedManifest) -> None:
     replace(manifest, splits=splits).write(dataset)
 
 
-# Encoded data, and prepared data of version 1.
+# Encoded data.
 
 
-def _take_down_shards(dataset: str, asked: set[str], erase: bool) -> tuple[list[_Sample], int]:
+def _take_down_encoded(dataset: str, asked: set[str], erase: bool) -> tuple[list[_Sample], int]:
     clear_folders(dataset, WORK)  # Of a growth, whose shards were encoded before the takedown.
-    names = storage.list_files(dataset)
-    facts = [name for name in names if name.startswith("facts/") and name.endswith(".parquet")]
-    indexes = sorted(name for name in names if name.split("/")[0] in SPLITS and name.endswith(f"/{INDEX}"))
-    folders = [name.removesuffix(f"/{INDEX}") for name in indexes]
-    find = _find_in_facts(dataset, facts, asked) if facts else _find_in_shards(dataset, folders, asked)
-    samples = list(find) if asked else []
+    indexes = sorted(name for name in storage.list_files(dataset) if name.endswith(f"/{INDEX}"))
+    folders = [name.removesuffix(f"/{INDEX}") for name in indexes if name.split("/")[0] in SPLITS]
+    samples = list(_find_in_shards(dataset, folders, asked)) if asked else []
     marks = _mark(dataset, samples)
     if not erase:
         return samples, 0
@@ -377,22 +370,8 @@ def _take_down_shards(dataset: str, asked: set[str], erase: bool) -> tuple[list[
         new = _erase_shards(storage.join(dataset, folder), old, marks.get(folder, []))
         count += sum(a is not b for a, b in zip(old, new, strict=True))
         named[folder] = {INDEX, *(stored_file(entry)["basename"] for entry in new)}
-    if storage.read_json(storage.join(dataset, MANIFEST))["kind"] == "prepared":
-        manifest = PreparedManifest.read(dataset)
-        rejected = {reason: replace(entry, examples=[]) for reason, entry in manifest.rejected.items()}
-        _update_splits(dataset, replace(manifest, rejected=rejected))
-        old_files = [name for name in names if name in (REPORT_PAGE, REPORT_NUMBERS) or name.startswith(_OF_VERSION_1)]
-        storage.delete(storage.join(dataset, name) for name in old_files)
     delete_unnamed(dataset, named)
     return samples, count
-
-
-def _find_in_facts(dataset: str, files: Iterable[str], keys: set[str]) -> Iterator[_Sample]:
-    """Find samples by the tables beside data of version 1."""
-    for name in files:
-        table = read_table(storage.join(dataset, name), ["key", "split", "bucket", "index"])
-        for row in table.filter(pc.field("key").isin(list(keys)) & (pc.field("index") >= 0)).to_pylist():
-            yield _Sample(row["key"], f"{row['split']}/{row['bucket']}", row["index"])
 
 
 def _find_in_shards(dataset: str, folders: Iterable[str], keys: set[str]) -> Iterator[_Sample]:

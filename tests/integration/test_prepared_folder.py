@@ -281,34 +281,9 @@ def test_damaged_manifest(tmp_path):
     prepare([tmp_path / "set"], tmp_path / "out", edges=[16])
     path = tmp_path / "out" / "manifest.json"
     content = json.loads(path.read_text())
-    for change in ({"kind": "encoded"}, {"version": 99}, {"settings": None}, {"splits": None}):
+    for change in ({"kind": "encoded"}, {"version": 1}, {"version": 99}, {"settings": None}, {"splits": None}):
         path.write_text(json.dumps({**content, **change}))
         with pytest.raises(DataError, match=r"manifest\.json"):
             PreparedManifest.read(tmp_path / "out")
         with pytest.raises(DataError):
             prepare([tmp_path / "set"], tmp_path / "out", edges=[16])
-
-
-def test_data_of_version_1_is_refused_for_growth_and_replaced(tmp_path):
-    """Training, encoding and takedown of such data have tests of their own."""
-    write_folder(tmp_path / "set", 6)
-    out = tmp_path / "out"
-    manifest = prepare([tmp_path / "set"], out, edges=[16])
-    for name in ("scan.json", "metadata", "positions", "selection"):
-        path = out / name
-        path.rename(tmp_path / name)
-    (out / "facts").mkdir()
-    (out / "facts" / "00000.parquet").write_bytes(b"x")
-    (out / "partitions.json").write_text("[]")
-    content = json.loads((out / "manifest.json").read_text())
-    content |= {"version": 1, "refused": content.pop("rejected")}
-    (out / "manifest.json").write_text(json.dumps(content))
-    assert PreparedManifest.read(out).splits == manifest.splits
-    before = tree(out)
-    with pytest.raises(DataError, match="--overwrite") as caught:
-        prepare([tmp_path / "set"], out, edges=[16])
-    assert "\n" not in str(caught.value)
-    assert tree(out) == before
-    prepare([tmp_path / "set"], out, edges=[16], overwrite=True)
-    prepare([tmp_path / "set"], tmp_path / "fresh", edges=[16])
-    assert tree(out) == tree(tmp_path / "fresh")

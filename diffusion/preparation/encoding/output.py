@@ -10,7 +10,6 @@ import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from diffusion import storage
@@ -20,11 +19,10 @@ from diffusion.datasets.manifest import DAMAGED, MANIFEST, REMOVED_SAMPLES, WORK
 from diffusion.datasets.mds import INDEX, delete_unnamed, read_shards, stored_file, write_index
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
-from diffusion.files import PARTIAL
-from diffusion.preparation.layout import REMOVED, REMOVED_KEYS, WRITER
+from diffusion.preparation.layout import REMOVED, WRITER
 from diffusion.preparation.output import check_empty, clear_folders
 from diffusion.preparation.removed import read_removed
-from diffusion.storage import MissingFileError, is_url, join, shown
+from diffusion.storage import MissingFileError, join, shown
 
 SHARDS = "shards.json"
 """File of an encoded data set: for each `<split>/<bucket>` the prepared shards that it was made from."""
@@ -38,7 +36,7 @@ RECORDS = f"{WORK}/shards"
 CHANGING = frozenset({"source", "counts", "sizes"})
 """Entries of a manifest that change when the prepared data grows."""
 
-_ALLOWED = (REMOVED, REMOVED_KEYS, WRITER, WORK, "lost+found")
+_ALLOWED = (REMOVED, WRITER, WORK, "lost+found")
 """What a folder may hold before anything is encoded."""
 
 MAX_DAMAGED = 10
@@ -122,8 +120,6 @@ class Output:
         if finished:
             self.known = _read_known(self.uri, finished["counts"])
             self._check_same_data(prepared)
-        if not is_url(self.uri):
-            self._adopt_partial_folders()
         self.records = self._read_records()
         if self.num_damaged > max_damaged(self.num_samples):  # The damaged ones are encoded again.
             for records in self.records.values():
@@ -194,15 +190,6 @@ class Output:
                     f"{shown(self.uri)} was encoded from other data than {shown(prepared)}/{name} holds now: choose "
                     "another folder, or delete this one"
                 )
-
-    def _adopt_partial_folders(self) -> None:
-        """Rename the folders of an encoding that was begun before 0.3: they were named `BUCKET.partial` until the
-        end.
-        """
-        for name in self.folders:
-            partial = Path(self.uri, name + PARTIAL)
-            if partial.is_dir():
-                partial.rename(Path(self.uri, name))
 
     def _read_records(self) -> dict[str, list[ShardRecord | None]]:
         """Read the records of shards that are what the prepared data holds now; one that is not whole is none."""

@@ -238,7 +238,6 @@ def test_removed_samples_keep_their_position_and_are_marked(tmp_path: Path) -> N
     erase(prepared, 7)
     write_json(out / "withdrawn.json", {"train/32-64": [3, 11]})
     write_json(out / "removed.json", [xxhash.xxh3_128_hexdigest(b"source/11"), xxhash.xxh3_128_hexdigest(b"source/25")])
-    (out / "withdrawn.txt").write_text("source/26\n")  # Of an encoding before 0.3.
     run(prepared, out)
     assert json.loads((out / "withdrawn.json").read_text()) == {"train/32-64": [3, 7, 11]}
     assert digests(out / "train") == shards
@@ -246,10 +245,9 @@ def test_removed_samples_keep_their_position_and_are_marked(tmp_path: Path) -> N
     erase(prepared, 22)
     run(prepared, out)
     assert keys(out / "train/32-64") == keys(prepared / "train/32-64")
-    removed = [3, 7, 11, 22, 25, 26]
-    assert json.loads((out / "withdrawn.json").read_text()) == {"train/32-64": removed}
+    assert json.loads((out / "withdrawn.json").read_text()) == {"train/32-64": [3, 7, 11, 22, 25]}
     latents = [sample["latent_mean"] for sample in read(out / "train/32-64")]
-    assert [i for i, latent in enumerate(latents) if not latent.any()] == [3, 22, 25, 26]
+    assert [i for i, latent in enumerate(latents) if not latent.any()] == [3, 22, 25]
     assert not (out / "damaged.json").exists(), "what was removed is not damaged"
 
 
@@ -297,17 +295,3 @@ def test_compressed_prepared_data(tmp_path: Path) -> None:
         append_prepared(tmp_path / name / "train/32-64", samples, per_shard=4, compression=compression)
         run(tmp_path / name, tmp_path / f"out-{name}")
     assert digests(tmp_path / "out-plain" / "train") == digests(tmp_path / "out-compressed" / "train")
-
-
-def test_version_1_prepared_data_and_an_encoding_that_was_begun_before_are_continued(tmp_path: Path) -> None:
-    prepared, out = tmp_path / "prepared", tmp_path / "out"
-    grow(prepared, 0, 12)
-    manifest = json.loads((prepared / "manifest.json").read_text()) | {"version": 1, "refused": {}}
-    manifest.pop("rejected")
-    write_json(prepared / "manifest.json", manifest)
-    run_without_end(prepared, out)
-    (out / "train/32-64").rename(out / "train/32-64.partial")
-    (out / "work.partial/shards/train.32-64.000001.json").unlink()
-    run(prepared, out)
-    run(prepared, tmp_path / "whole")
-    assert digests(out) == digests(tmp_path / "whole")

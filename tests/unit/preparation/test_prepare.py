@@ -362,16 +362,6 @@ def test_a_mistake_in_a_condition_removes_nothing(tmp_path):
     assert tree(tmp_path / "out") == before
 
 
-def test_what_version_1_removed_stays_removed(tmp_path):
-    write_folder(tmp_path / "set", 4)
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "manifest.json").write_text('{"kind": "prepared", "version": 1}')
-    (out / "withdrawn.txt").write_text("set/0003.png\n")
-    manifest = prepare([tmp_path / "set"], out, edges=[16], overwrite=True)
-    assert (manifest.kept, manifest.rejected["removed"].count) == (3, 1)
-
-
 @pytest.mark.parametrize("stage", ["scan", "score", "write"])
 def test_a_stage_without_a_selection_replaces_nothing(tmp_path, stage):
     write_folder(tmp_path / "set", 4)
@@ -417,21 +407,18 @@ def test_a_relative_folder_is_one_place_for_all_workers(tmp_path, monkeypatch):
 
 
 def test_a_clearing_that_was_stopped(tmp_path, monkeypatch):
-    """Of a data set of version 1, which has no scan.json."""
-    write_folder(tmp_path / "set", 4)
+    for name in ("a", "b"):
+        write_folder(tmp_path / name, 4)
     out = tmp_path / "out"
-    (out / "facts").mkdir(parents=True)
-    (out / "facts" / "0").write_text("x")
-    (out / "manifest.json").write_text('{"kind": "prepared", "version": 1}')
+    prepare([tmp_path / "a"], out, edges=[16])
 
     def stop(out, *names):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(output, "clear_folders", stop)
-        prepare([tmp_path / "set"], out, edges=[16], overwrite=True)
-    assert prepare([tmp_path / "set"], out, edges=[16], overwrite=True).kept == 4
-    assert not (out / "facts").exists()
+        prepare([tmp_path / "b"], out, edges=[16], overwrite=True)
+    assert [one.name for one in prepare([tmp_path / "b"], out, edges=[16], overwrite=True).sources] == ["b"]
 
 
 def test_no_position_outlives_its_shard(tmp_path, monkeypatch):

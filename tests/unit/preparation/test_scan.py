@@ -257,7 +257,7 @@ def test_a_place_that_cannot_be_written_to(folder, tmp_path):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "manifest.json").write_text('{"kind": "prepared", "version": 1}')
     with pytest.raises(DataError, match="earlier version"):
-        scan([folder], tmp_path / "old")
+        scan([folder], tmp_path / "old", overwrite=True)
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", "no JSON", '{"version": 99}', '{"version": 2, "sources": [{}]}'])

@@ -108,7 +108,7 @@ def test_a_part_without_values_is_not_computed_again_after_a_kill(data, monkeypa
 def test_scorers_of_captions_read_no_image(data):
     for path in Path(data.source.folder).rglob("*.png"):
         path.unlink()
-    languages = {"path": "diffusion.preparation.selection.languages.CaptionLanguage", "column": "language"}
+    languages = {"path": "diffusion.preparation.languages.CaptionLanguage", "column": "language"}
     run(data, scorers=[scorer("NumCaptions", "n"), languages])
     assert column(data, "n") == [1, 1, 1, 1, None, None, 1]
     assert column(data, "language", 1) == ["en"] * 3

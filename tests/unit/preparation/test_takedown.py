@@ -16,7 +16,7 @@ from diffusion.preparation.takedown import take_down
 from tests.tools.image_files import tree
 from tests.tools.preparing import read_samples
 from tests.tools.selected_data import make_images, select_images
-from tests.tools.written_data import write_encoded, write_prepared
+from tests.tools.written_data import write_encoded
 
 SIZES = (7, 5, 9, 6, 8)
 TAKEN, DUPLICATE = 9, 20
@@ -33,9 +33,6 @@ def data(tmp_path):
     source = make_images(tmp_path / "images", range(60))
     data = select_images(str(tmp_path / "out"), source, SIZES, rejected=[DUPLICATE, 22], original=TAKEN, scored=True)
     key = data.key(TAKEN)
-    rejected = tmp_path / "out" / "selection" / "0-rejected.parquet"
-    table = pq.read_table(rejected)
-    pq.write_table(table.append_column("duplicate_of", pa.array([key] * len(table), pa.string())), rejected)
     manifest = data.write(captioner={}, scorers=[{"column": "score"}], shard_mb=0.01)
     assert manifest.rejected["duplicate"].examples[0].detail == f"of {key}"
     for name in ("report.html", "report.json"):
@@ -239,45 +236,6 @@ def test_a_removed_image_that_is_selected_is_not_written(data):
     pq.write_table(rows.set_column(rows.schema.get_field_index("reason"), "reason", reasons), path)
     with pytest.raises(DataError, match="000005"):
         data.write(captioner={}, scorers=[{"column": "score"}], shard_mb=0.01)
-
-
-def write_version_1(root):
-    """Prepared data as version 0.2 left it."""
-    write_prepared(root, {"32-up": 9})
-    manifest = json.loads((root / "manifest.json").read_text())
-    example = {"key": "32-up/4", "detail": ""}
-    refused = {"duplicate": {"count": 1, "examples": [example]}}
-    manifest = {name: value for name, value in manifest.items() if name != "rejected"}
-    write_json(root / "manifest.json", manifest | {"version": 1, "refused": refused})
-    keys = [f"32-up/{i}" for i in range(9)]
-    facts = {"key": keys, "split": ["train"] * 9, "bucket": ["32-up"] * 9, "index": list(range(9))}
-    for folder in ("facts", "refused"):
-        (root / folder).mkdir()
-        pq.write_table(pa.table(facts), root / folder / "000000.parquet")
-    for name in ("report.html", "report.json", "partitions.json"):
-        (root / name).write_text("32-up/4")
-    (root / "withdrawn.txt").write_text("32-up/7\n")
-    write_json(root / "withdrawn.json", {"train/32-up": [7]})
-
-
-def test_prepared_data_of_version_1(tmp_path):
-    out = tmp_path / "out"
-    write_version_1(out)
-    image = read_samples(out)["train/32-up"][4]["image"]
-    before = read_samples(out)["train/32-up"]
-    assert take_down(str(out), {"32-up/4"}).marks == {"train/32-up": [4, 7]}
-    take_down(str(out), {"32-up/4"}, erase=True)
-    assert files_with(out, image, b"32-up/4", b"32-up/7", b"4 32-up 0") == set()
-    after = read_samples(out)["train/32-up"]
-    assert [one for i, one in enumerate(after) if i not in (4, 7)] == [
-        one for i, one in enumerate(before) if i not in (4, 7)
-    ]
-    manifest = PreparedManifest.read(out)
-    assert (manifest.version, manifest.rejected["duplicate"].count) == (1, 1)
-    assert manifest.splits["train"]["32-up"] == read_index(out / "train" / "32-up")
-    assert read_removed(str(out)) == {hash_key("32-up/4"), hash_key("32-up/7")}
-    take_down(str(out), {"32-up/2"}, erase=True)
-    assert files_with(out, b"32-up/2", b"2 32-up 0") == set(), "found in the shards"
 
 
 def test_encoded_data(tmp_path):
