@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from diffusion import storage
-from diffusion.datasets.manifest import MANIFEST, REMOVED_SAMPLES, SCAN, WORK, PreparedManifest, RejectedEntry
+from diffusion.datasets.manifest import MANIFEST, REMOVED_SAMPLES, SCAN, WORK, PreparedManifest
 from diffusion.datasets.mds import (
     INDEX,
     Layout,
@@ -64,7 +64,7 @@ from diffusion.preparation.removed import add_removed, read_marks, read_removed
 from diffusion.preparation.scan import Scan
 from diffusion.preparation.select import read_selection
 from diffusion.preparation.sources.folder import key_of_item
-from diffusion.preparation.write import discard_generations, write_indexes
+from diffusion.preparation.write import discard_generations, rejected_entries, write_indexes
 
 logger = logging.getLogger(__name__)
 
@@ -180,17 +180,19 @@ def _take_down_prepared(dataset: str, asked: set[str], erase: bool) -> tuple[lis
     _mark(dataset, samples)
     if not erase:
         return samples, 0
-    keys = asked.union(*(of_part.values() for of_part in rows.values()))
     _erase_examples(dataset, rows)
-    manifest = replace(manifest, rejected=_without(manifest.rejected, keys))
-    manifest.write(dataset)
     clear_folders(dataset, REREAD)  # Of a comparison that was killed.
     _erase_listings(dataset)
     has_report = storage.exists(storage.join(dataset, REPORT_PAGE))
     storage.delete(storage.join(dataset, name) for name in (REPORT_PAGE, REPORT_NUMBERS))
     count = sum(_erase_task(dataset, task, rows) for task in parts)
     write_indexes(dataset, num_tasks)
-    _update_splits(dataset, manifest)
+    splits = {
+        split: {bucket: read_index(storage.join(dataset, split, bucket)) for bucket in buckets}
+        for split, buckets in manifest.splits.items()
+    }
+    selections = [read_selection(dataset, one.generation) for one in selections]  # Without the erased examples.
+    replace(manifest, rejected=rejected_entries(selections), splits=splits).write(dataset)
     _reject_rows(dataset, rows, erase=True)  # At the end: a run that continues finds the keys there.
     if has_report:
         _write_report(dataset)
@@ -329,28 +331,6 @@ def _write_report(dataset: str) -> None:
         write_report(dataset, Scan.read(dataset))
     except UserError as error:
         logger.warning("the report was deleted and cannot be written again: %s", error)
-
-
-def _without(rejected: Mapping[str, RejectedEntry], keys: Collection[str]) -> dict[str, RejectedEntry]:
-    """Drop the examples that name a key."""
-    return {
-        reason: replace(
-            entry,
-            examples=[
-                one for one in entry.examples if one.key not in keys and one.detail.removeprefix("of ") not in keys
-            ],
-        )
-        for reason, entry in rejected.items()
-    }
-
-
-def _update_splits(dataset: str, manifest: PreparedManifest) -> None:
-    """Bring the sizes and hashes of the indexes in a manifest up to date."""
-    splits = {
-        split: {bucket: read_index(storage.join(dataset, split, bucket)) for bucket in buckets}
-        for split, buckets in manifest.splits.items()
-    }
-    replace(manifest, splits=splits).write(dataset)
 
 
 # Encoded data.

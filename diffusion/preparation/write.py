@@ -198,7 +198,7 @@ def _nothing_kept(out: str, selections: Sequence[Selection]) -> NothingKeptError
     reasons = [
         f"{entry.count} rejected as {reason}"
         + "".join(f" (such as {one.key!a}: {printable(one.detail) or reason})" for one in entry.examples[:1])
-        for reason, entry in _rejected(selections).items()
+        for reason, entry in rejected_entries(selections).items()
     ]
     return NothingKeptError(f"{storage.shown(out)}: no image is kept: {'; '.join(reasons) or 'the sources hold none'}")
 
@@ -492,13 +492,13 @@ def _manifest(
         columns=COLUMNS,
         seen=sum(one.seen for one in selections),
         kept=sum(one.kept for one in selections),
-        rejected=_rejected(selections),
+        rejected=rejected_entries(selections),
         splits=splits,
         generations=[Generation(partitions=sizes[one.generation], seen=one.seen, kept=one.kept) for one in selections],
     )
 
 
-def _rejected(selections: Sequence[Selection]) -> dict[str, RejectedEntry]:
+def rejected_entries(selections: Sequence[Selection]) -> dict[str, RejectedEntry]:
     """Rejected images by reason, with the first few of each."""
     counts: Counter[str] = Counter()
     shown: dict[str, list[Example]] = {}
