@@ -66,6 +66,13 @@ def write_known(path: Any, items: list[Record | Rejected]) -> list[str]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    columns = {"file": [item.location.file for item in items], "version": [item.location.version for item in items]}
-    pq.write_table(pa.table(columns, pa.schema({"file": pa.string(), "version": pa.string()})), path)
+    rows = [
+        {
+            "file": item.location.file,
+            "version": item.location.version,
+            "reason": item.reason.value if isinstance(item, Rejected) else "",
+        }
+        for item in items
+    ]
+    pq.write_table(pa.Table.from_pylist(rows, pa.schema([(name, pa.string()) for name in rows[0]])), path)
     return [os.fspath(path)]

@@ -101,21 +101,6 @@ def test_what_cannot_be_called_is_no_plugin():
         load_plugin(CaptionerConfig(path="builtins.dict"), "captioner")
 
 
-def test_former_import_paths_are_read():
-    former = "diffusion.preparation.selection"
-    given = config(captioner={"path": f"{former}.captioners.ImageToText"},
-                   scorers=[{"path": f"{former}.scorers.AestheticScore", "column": "aesthetic"},
-                            {"path": f"{former}.languages.CaptionLanguage", "column": "language"}])  # fmt: skip
-    assert [given.captioner.path, *(one.path for one in given.scorers)] == [  # pyright: ignore
-        "diffusion.preparation.captioners.ImageToText",
-        "diffusion.preparation.aesthetic.AestheticScore",
-        "diffusion.preparation.languages.CaptionLanguage",
-    ]
-    given.captioner.arguments = {"folder": "f"}  # pyright: ignore
-    given.scorers[0].arguments = {"clip": "c", "head": "h"}
-    check_plugins(given)
-
-
 # languages
 
 ENGLISH = ["a red dog on a green meadow", "wedding cake with white roses", "an emoji of tomato", "radio", "SALE"]
