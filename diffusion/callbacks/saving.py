@@ -164,7 +164,8 @@ class SaveCheckpoints(CheckpointSaver):
         try:
             agree(lambda: _make_room(path) if is_first else None, group=self._group)
             agree(lambda: self._write_files(path, content, is_sharded), group=self._group)
-            agree(lambda: _check_written(path) if is_first else None, group=self._group)
+            if self.remote is None or not is_sharded:  # Else each node may have its own ranks' files only.
+                agree(lambda: _check_written(path) if is_first else None, group=self._group)
         except MachineError:
             if is_first or (self.remote is not None and dist.get_local_rank() == 0):
                 _remove(path)
@@ -194,7 +195,7 @@ class SaveCheckpoints(CheckpointSaver):
         try:
             agree(lambda: remote.remove_named(path.name) if is_first else None, group=self._group)
             agree(lambda: remote.upload_parts(path, mine), group=self._group)
-            agree(lambda: remote.finish_upload(path) if is_first else None, group=self._group)
+            agree(lambda: _finish_upload(remote, path) if is_first else None, group=self._group)
         except UserError as error:  # A bucket that is gone is a DataError.
             failure = MachineError(
                 f"checkpoint {remote.uri_of(path.name)} cannot be written: {error}. Its files are kept in {path}: "
@@ -261,6 +262,12 @@ def _collect(state: State, is_sharded: bool) -> dict[str, Any]:
 def _check_written(path: Path) -> None:
     if damage := find_damage(path):
         raise MachineError(f"checkpoint {path} differs from what was written: {damage}. Check the disk")
+
+
+def _finish_upload(remote: RemoteCheckpoints, path: Path) -> None:
+    if missing := remote.find_missing(path):
+        raise MachineError(f"{missing} is missing in the store, or too short")
+    remote.finish_upload(path)
 
 
 def _remove(path: Path) -> None:

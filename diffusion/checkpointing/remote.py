@@ -15,6 +15,7 @@ from pathlib import Path
 
 from diffusion import storage
 from diffusion.checkpointing.layout import CHECKSUMS, INDEX, batch_of
+from diffusion.checkpointing.read import read_index, stored_files
 from diffusion.errors import DataError
 from diffusion.files import PARTIAL
 from diffusion.storage import FIRST_CONTACT, Access, StoredFile
@@ -124,6 +125,19 @@ class RemoteCheckpoints:
         for name in names:
             if name not in _LAST and not name.endswith(PARTIAL):
                 self.upload(local / name, f"{local.name}/{name}")
+
+    def find_missing(self, local: Path) -> str | None:
+        """Find a file that the index of a checkpoint names, and that is missing or too short in the store.
+
+        Raises:
+            DataError: the index is damaged.
+        """
+        if not local.is_dir():
+            return None
+        stored = storage.list_files(self.uri_of(local.name), self._access)
+        sizes = {name: file.size for name, file in stored.items()}
+        ends = sorted(stored_files(read_index(local)).items())
+        return next((name for name, end in ends if sizes.get(name, -1) < end), None)
 
     def finish_upload(self, local: Path) -> None:
         """Upload the files that make a checkpoint complete, after uploads in the background have ended."""

@@ -15,7 +15,7 @@ from composer.utils import dist
 
 from diffusion.checkpointing.find import check_checkpoint, check_whole, is_complete, newest_that_passes
 from diffusion.checkpointing.layout import list_checkpoints, remove_copy, remove_half_written
-from diffusion.checkpointing.read import check_safe, read_index, read_record, stored_files
+from diffusion.checkpointing.read import check_safe, read_index, read_record
 from diffusion.checkpointing.remote import RemoteCheckpoint, RemoteCheckpoints
 from diffusion.config.checks import is_location
 from diffusion.config.loading import to_yaml
@@ -232,10 +232,8 @@ def _is_written(path: Path) -> bool:
 
 
 def _finish_upload_of(local: Path, remote: RemoteCheckpoints) -> None:
-    stored = {file for found in remote.present() for file in found.files}
-    needed = stored_files(read_index(local)) if local.is_dir() else {}
-    if missing := [file for file in needed if f"{local.name}/{file}" not in stored]:
-        log.warning("checkpoint %s is not uploaded and dropped: no node has %s", local, min(missing))
+    if missing := remote.find_missing(local):
+        log.warning("checkpoint %s is not uploaded and dropped: no node has %s", local, missing)
     else:
         log.info("uploading %s, which an earlier start has written", local)
         remote.finish_upload(local)

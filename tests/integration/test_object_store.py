@@ -107,6 +107,17 @@ def test_a_killed_run_continues_at_another_number_of_ranks(server, reference, tm
     assert losses(run) == pytest.approx(losses(reference["fsdp"]), rel=1e-5)
 
 
+@pytest.mark.world_size(2)
+def test_hosts_without_a_common_run_folder_save_and_continue(server, tmp_path, url):
+    yaml, overrides = options(tmp_path / "{node}", "fsdp", url, "algorithms.ema=null")
+    for last in (2, 4):
+        program = ["tests/tools/ranks_as_nodes.py", "1", yaml, *overrides, f"trainer.max_duration={last}ba"]
+        job = server.start(2, program).finish()
+        assert not any(job.codes), job.output[-6000:]
+    assert steps(url) == [2, 4]
+    assert len(losses(tmp_path / "0")) == 4
+
+
 def test_half_written_and_damaged_ones_are_passed_over(server, s3_server, tmp_path, url):
     run = tmp_path / "run"
     server.train(1, [options(run, "fsdp", url, "trainer.max_duration=8ba")])
