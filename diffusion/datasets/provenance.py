@@ -90,8 +90,8 @@ def times_seen(order: GlobalOrder, num_steps: int) -> list[NDArray[np.int32]]:
             for first in range(0, stop, steps_per_chunk):
                 slots = samples.slots(first, min(first + steps_per_chunk, stop))
                 for stream, count in enumerate(counts):
-                    drawn = slots.index[slots.stream == stream]
-                    count += np.bincount(drawn, minlength=len(count)).astype(np.int32)
+                    drawn, times = np.unique(slots.index[slots.stream == stream], return_counts=True)
+                    count[drawn] += times.astype(np.int32)
                 bar.update(slots.index.size)
     return counts
 
