@@ -321,7 +321,8 @@ class TrainingDataset(TextImageDataset):
         self.order = GlobalOrder(shapes, order)
         self._rank_order = RankOrder(self.order, rank=rank, num_ranks=num_ranks)
         rank_batch_size = order.global_batch_size // num_ranks
-        self._batches_ahead = BATCHES_AHEAD if predownload is None else predownload // rank_batch_size
+        self.batches_ahead = BATCHES_AHEAD if predownload is None else -(-predownload // rank_batch_size)
+        """Batches whose shards each loader worker fetches ahead."""
         self._prefetcher: Prefetcher | None = None
         self._begin, self._has_begun = Position(0, 0), False
         """Where the epoch begins that is read now, or next."""
@@ -356,7 +357,7 @@ class TrainingDataset(TextImageDataset):
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
         upcoming, (epoch, step) = [], position
-        while len(upcoming) < self._batches_ahead:
+        while len(upcoming) < self.batches_ahead:
             step += num_workers
             if step >= self.order.num_steps:
                 epoch, step = epoch + 1, worker

@@ -15,7 +15,7 @@ from diffusion.config.fields import parse_size, size_text
 from diffusion.config.model import Posterior
 from diffusion.config.schema import Config
 from diffusion.datasets.batch import BatchKey, collate
-from diffusion.datasets.dataset import BATCHES_AHEAD, Tokenize, TrainingDataset
+from diffusion.datasets.dataset import Tokenize, TrainingDataset
 from diffusion.datasets.encoded import EncodedManifest, check_encoded, read_encoded_manifest
 from diffusion.datasets.loader import (
     BatchLoader,
@@ -186,8 +186,7 @@ def find_cache_demand(dataset: TrainingDataset, data: DataConfig) -> CacheDemand
     row = traffic(streams, order.epoch(0), world, images_per_second=1.0)
     largest = max(int(stream.bytes_per_shard.max()) for stream in streams)
     downloaded = row.bytes_per_second * order.num_steps * data.global_batch_size
-    share = data.global_batch_size // world.num_ranks
-    steps_ahead = max(1, data.num_workers) * (data.predownload or BATCHES_AHEAD * share) / share
+    steps_ahead = max(1, data.num_workers) * dataset.batches_ahead
     return CacheDemand(
         live_bytes=row.cache_bytes + sum((stream.folder / INDEX).stat().st_size for stream in dataset.streams),
         ahead_bytes=round(downloaded * min(1.0, steps_ahead / order.num_steps)) + largest,
