@@ -1,5 +1,6 @@
 """Shards on their way into a cache that processes and jobs share, and what happens when something breaks."""
 
+import errno
 import json
 import os
 import shutil
@@ -294,6 +295,20 @@ def test_a_shard_that_cannot_be_fetched_ends_the_run(tmp_path: Path, num_workers
     assert "Traceback" not in message
 
 
+def test_a_full_disk_of_the_cache_is_not_reported_as_a_fault_of_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = write_encoded(tmp_path / "remote", {"a": 8})
+    shards = StreamShards(StreamLocation(name="a", remote=str(root / "a"), local=str(tmp_path / "cache")))
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(storage, "atomic_path", fail)
+    with pytest.raises(DataError, match=r"No space left on device\. Make room, or set a smaller"):
+        shards.ensure(0)
+
+
 def test_who_waits_for_an_attempt_in_vain_fails_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that tried one after the other would take their attempts' time each."""
     root = write_encoded(tmp_path / "remote", {"a": 8})
@@ -570,6 +585,13 @@ def test_what_comes_next_is_fetched_ahead_also_over_the_end_of_an_epoch(tmp_path
     epochs[0] += read(batches, 2)
     epochs.append(read(loader))
     assert epochs == expected
+
+
+def test_a_rank_whose_batch_is_more_than_it_fetches_ahead_fetches_the_next_batch(tmp_path: Path, remote: Path) -> None:
+    loader = open_small(tmp_path, remote, predownload=1)
+    batches = iter(loader)
+    read(batches, 1)
+    wait_until(lambda: shards_of(loader, 0, range(2)) <= set(shards_in(tmp_path / "a")))
 
 
 def test_a_store_that_fails_while_shards_are_fetched_ahead_ends_the_epoch_that_needs_them(
