@@ -65,7 +65,14 @@ from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.lora import add_lora
 from diffusion.models.pretrained import is_pipeline, is_single_file, read_vae
 from diffusion.models.tokenizers import caption_tokenizer
-from diffusion.operations.checks.data import check_caches, check_identity, check_streams, read_stream_files
+from diffusion.operations.checks.data import (
+    check_caches,
+    check_identity,
+    check_order,
+    check_streams,
+    read_stream_files,
+    refresh_indexes,
+)
 from diffusion.operations.checks.gpu import computes_bf16
 from diffusion.operations.checks.machine import check_machines
 from diffusion.operations.costs import BudgetSpentError
@@ -107,6 +114,7 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
         check_machines(config, device)
         files = read_stream_files(config)
         agree(lambda: check_streams(config, files))
+        agree(lambda: refresh_indexes(config), takes_long=True)
 
         # Resume or initialise
         storage = agree(lambda: checkpoint_storage(config, folder))
@@ -126,6 +134,7 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
         train_data = agree(lambda: build_train_data(config, files))
         dataset = getattr(train_data.dataloader, "dataset", None)
         if isinstance(dataset, TrainingDataset):
+            check_order(dataset)
             check_caches(config, dataset)
         evaluator = agree(lambda: build_evaluator(config, model, files))
 

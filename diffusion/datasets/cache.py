@@ -9,6 +9,7 @@ be killed at any moment:
   a failed attempt of another one fails with its message. A shard that has been checked since this process opened
   the stream is not hashed again: a node hashes each shard once in a start. A copy found damaged is fetched
   again; damage after that check is a DataError.
+- The index of a cache is compared with the original at the start of training (`replace_index`).
 - Originals have no such files: each rank hashes those that it reads. A damaged original is an error.
 - With a size limit, the least recently used shards are evicted (a shard's modification time is that of its last use).
   A process that has one open reads on; one that finds it gone fetches it again.
@@ -39,7 +40,7 @@ from diffusion.datasets.mds import (
     read_shard_index,
 )
 from diffusion.datasets.streams import StreamLocation
-from diffusion.errors import DataError, UserError
+from diffusion.errors import DataError, MachineError, UserError
 from diffusion.files import PARTIAL, atomic_path, hash_file, lock, unique_partial
 from diffusion.storage import join, shown
 
@@ -137,6 +138,36 @@ def files_of_cache(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
             path = Path(parent, name)
             with suppress(FileNotFoundError):  # Another process has removed or renamed it.
                 yield path.relative_to(folder).as_posix(), path.stat()
+
+
+def replace_index(folder: Path, index: bytes) -> None:
+    """Replace the index of a cache unless it is the same; remove the files that are not those of the new one.
+
+    Raises:
+        MachineError: it cannot be replaced.
+    """
+    path = folder / INDEX
+    try:
+        if path.read_bytes() == index:
+            return
+        logger.info("%s is replaced by that of the data set, which has changed", path)
+        with atomic_path(path, partial=unique_partial(path)) as partial:
+            partial.write_bytes(index)
+            with suppress(DataError, ValueError, KeyError, TypeError):  # Damage is reported when it is opened.
+                before, now = ({file.name: file for file in _files_of(one)} for one in (path, partial))
+                for name in before:
+                    if before[name] != now.get(name):
+                        _remove(folder, name)
+    except OSError as error:
+        raise MachineError(
+            f"{path} is of another version of the data set, and cannot be replaced: {error.strerror}. Choose another "
+            "cache (data.local)"
+        ) from error
+
+
+def _files_of(index: Path) -> Iterator[ShardFile]:
+    for shard in read_shard_index(index).shards:
+        yield from shard.files
 
 
 def _remove(folder: Path, name: str) -> bool:

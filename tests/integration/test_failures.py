@@ -1,5 +1,6 @@
 """What breaks around a run: ranks that are killed, data that vanishes, jobs side by side."""
 
+import json
 import shutil
 import time
 from pathlib import Path
@@ -109,6 +110,28 @@ def test_a_file_damaged_on_one_node_ends_all_ranks_and_is_reported_there(server,
     assert job.codes[1] == 2 and job.codes[0] != 0, job.output
     assert "rank 1: DataError: " in job.output
     assert str(damaged) in job.output
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("is_cache", [False, True])
+def test_nodes_with_other_versions_of_the_data_train_on_one_or_end(server, shapes, tmp_path, is_cache):
+    for node in range(2):
+        shutil.copytree(shapes / "latents-32", tmp_path / str(node))
+    index = tmp_path / "1" / "train" / "32-64" / "index.json"
+    content = json.loads(index.read_text())
+    content["shards"][-1]["samples"] -= 1
+    index.write_text(json.dumps(content))
+    remote = f"data.remote={tmp_path}/0/train"
+    more = [remote, f"data.local={tmp_path}/{{node}}/train"] if is_cache else []
+    more += ["trainer.max_duration=2ba", "trainer.dist_timeout=60"]
+    yaml, overrides = latents(shapes, tmp_path / "{node}", tmp_path / "run", *more)
+    job = server.start(2, ["tests/tools/ranks_as_nodes.py", "1", yaml, *overrides]).finish()
+    if is_cache:
+        assert job.codes == [0, 0], job.output[-6000:]
+        assert index.read_bytes() == (tmp_path / "0/train/32-64/index.json").read_bytes()
+    else:
+        assert job.codes == [2, 2], job.output[-6000:]
+        assert "DataError: rank 1 of 2: the shards of data.streams are not those of rank 0" in job.output
 
 
 @pytest.mark.world_size(2)

@@ -15,6 +15,7 @@ from diffusion.config.fields import parse_size, size_text
 from diffusion.config.model import Posterior
 from diffusion.config.schema import Config
 from diffusion.datasets.batch import BatchKey, collate
+from diffusion.datasets.cache import replace_index
 from diffusion.datasets.dataset import Tokenize, TrainingDataset
 from diffusion.datasets.encoded import EncodedManifest, check_encoded, read_encoded_manifest
 from diffusion.datasets.loader import (
@@ -34,7 +35,7 @@ from diffusion.datasets.streams import (
     locate_streams,
     read_files,
 )
-from diffusion.distributed import agree, local_world_size, on_first_rank, world_size
+from diffusion.distributed import agree, broadcast, local_rank, local_world_size, on_first_rank, world_size
 from diffusion.errors import ConfigurationError, DataError, MachineError, UserError
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.pretrained import module_identity, tokenizer_identity
@@ -64,6 +65,26 @@ def read_stream_files(config: Config) -> Files:
     locations = agree(lambda: [location for streams in _sections(config).values() for _, location in streams])
     stored = on_first_rank(lambda: read_files(location for location in locations if is_url(location.source)))
     return {**stored, **agree(lambda: read_files(one for one in locations if not is_url(one.source)))}
+
+
+def refresh_indexes(config: Config) -> None:
+    """Replace the indexes in the caches of this node where the data has grown or changed; on its first rank.
+
+    Raises:
+        UserError: an original cannot be read, or an index not be replaced.
+    """
+    if local_rank() != 0:
+        return
+    data = config.data
+    for streams in _sections(config).values():
+        for _, location in streams:
+            if _has_cached_index(location):
+                index = read_source_index(location, timeout=data.download_timeout, attempts=data.download_attempts)
+                replace_index(Path(location.local), index)
+
+
+def _has_cached_index(location: StreamLocation) -> bool:
+    return location.remote is not None and Path(location.local, INDEX).is_file()
 
 
 def check_streams(config: Config, files: Files) -> None:
@@ -138,6 +159,25 @@ def _sections(config: Config) -> dict[str, list[tuple[StreamConfig, StreamLocati
     }
 
 
+def check_order(dataset: TrainingDataset) -> None:
+    """Check that all ranks read samples in the same order; called by all ranks.
+
+    Raises:
+        DataError: on all ranks, if the data of some has other shards.
+    """
+    order = dataset.order.fingerprint()
+    first = broadcast(order)
+
+    def compare() -> None:
+        if order != first:
+            raise DataError(
+                "the shards of data.streams are not those of rank 0, so the ranks would not draw from the same order: "
+                "have one version of the data set on all nodes"
+            )
+
+    agree(compare)
+
+
 def check_caches(config: Config, dataset: TrainingDataset) -> None:
     """Check each machine's cache at the start of training; called by all ranks.
 
@@ -145,8 +185,6 @@ def check_caches(config: Config, dataset: TrainingDataset) -> None:
         ConfigurationError: on all ranks, if `data.cache_limit` is too small.
         MachineError: on all ranks, if the disk of a machine is too small.
     """
-    if not any(stream.remote for stream in dataset.streams):
-        return
     verdicts = on_each_machine(lambda: check_cache(dataset, config.data))
     log_and_raise([one for one in verdicts if one.check == "cache limit"], ConfigurationError)
     log_and_raise([one for one in verdicts if one.check != "cache limit"], MachineError)
@@ -196,7 +234,9 @@ def find_cache_demand(dataset: TrainingDataset, data: DataConfig) -> CacheDemand
 
 
 def check_cache(dataset: TrainingDataset, data: DataConfig) -> Iterator[Verdict]:
-    """Check the limit of this node's cache, and the space on its disks."""
+    """Check the limit of this node's cache, and the space on its disks; nothing where it has the originals."""
+    if not any(stream.remote for stream in dataset.streams):
+        return
     demand, needed = find_cache_demand(dataset, data), 0
     if data.cache_limit is None:
         needed = demand.node_bytes
@@ -282,7 +322,7 @@ def check_data(config: Config, *, deep: bool) -> Iterator[Verdict]:
 
 
 def check_files(location: StreamLocation, timeout: float, *, deep: bool) -> None:
-    """Compare the files of a stream with its index, and the index with the manifest and the cache.
+    """Compare the files of a stream with its index, and the index with the manifest; replace an older one in a cache.
 
     Args:
         location: location of the stream.
@@ -291,9 +331,10 @@ def check_files(location: StreamLocation, timeout: float, *, deep: bool) -> None
 
     Raises:
         DataError: files are missing or damaged, or of different versions of the data set.
+        MachineError: an older index in a cache cannot be replaced.
     """
     check_location(location)
-    index = read_source_index(location, timeout)
+    index = read_source_index(location, timeout=timeout)
     split, bucket = ["", *location.source.rstrip("/").split("/")][-2:]
     manifest = find_manifest(location.source, location.access) or {}
     entry = manifest.get("splits", {}).get(split, {}).get(bucket)
@@ -302,12 +343,8 @@ def check_files(location: StreamLocation, timeout: float, *, deep: bool) -> None
             f"the index of {location.source} is not that of manifest.json above it, which records "
             f"{entry.get('num_samples')} samples: copy the whole data set again"
         )
-    cached = Path(location.local, INDEX)
-    if location.remote is not None and cached.is_file() and cached.read_bytes() != index:
-        raise DataError(
-            f"the cache of {location.source} has the index of an older version of the data set: empty the cache "
-            "(data.local), or choose another one"
-        )
+    if _has_cached_index(location):
+        replace_index(Path(location.local), index)
     if is_url(location.source):
         return
     folder = Path(location.source)
@@ -323,7 +360,7 @@ def check_files(location: StreamLocation, timeout: float, *, deep: bool) -> None
             raise DataError(f"{len(damaged)} shards of {folder} are damaged; the first: {damaged[0]}")
 
 
-def read_source_index(location: StreamLocation, timeout: float) -> bytes:
+def read_source_index(location: StreamLocation, *, timeout: float, attempts: int = 1) -> bytes:
     """Read the index of a stream's original.
 
     Raises:
@@ -331,7 +368,7 @@ def read_source_index(location: StreamLocation, timeout: float) -> bytes:
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, INDEX)
-        access = replace(location.access, attempts=1, timeout=timeout)
+        access = replace(location.access, attempts=attempts, timeout=timeout)
         storage.download(join(location.source, INDEX), path, access=access)
         return path.read_bytes()
 
@@ -342,7 +379,7 @@ def index_hashes(config: Config) -> dict[str, str]:
     for section, streams in _sections(config).items():
         for _, location in streams:
             try:
-                index = read_source_index(location, config.data.download_timeout)
+                index = read_source_index(location, timeout=config.data.download_timeout)
             except UserError:
                 continue
             hashes[f"{section} {location.name}"] = hashlib.sha256(index).hexdigest()
@@ -387,8 +424,7 @@ def _check_training_data(config: Config, tokenizer: Tokenize | None) -> Iterator
     dataset = loader.dataset
     assert isinstance(dataset, TrainingDataset)
     yield ok("data", f"{len(loader):,} steps in an epoch")
-    if any(stream.remote for stream in dataset.streams):
-        yield from check_cache(dataset, config.data)
+    yield from check_cache(dataset, config.data)
     dataset.close()
 
 

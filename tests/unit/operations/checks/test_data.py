@@ -1,6 +1,7 @@
 """Checks of streams and caches on real data sets with real faults."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,8 +21,10 @@ from diffusion.operations.checks.data import (
     check_cache_limit,
     check_cache_space,
     check_caches,
+    check_data,
     check_files,
     find_cache_demand,
+    refresh_indexes,
 )
 from diffusion.operations.checks.doctor import diagnose
 from diffusion.operations.checks.machine import SHM
@@ -68,19 +71,40 @@ def test_a_deep_check_finds_damage_that_leaves_a_file_its_size(tmp_path):
         check(root, "a", deep=True)
 
 
-def test_an_index_that_is_not_that_of_the_manifest_or_of_the_cache(tmp_path):
-    root, cache = write_prepared(tmp_path / "data", {"a": 8}), tmp_path / "cache"
-    (cache / "a").mkdir(parents=True)
-    cached = cache / "a" / "index.json"
-    cached.write_bytes((root / "a" / "index.json").read_bytes())
-    check(root, "a", local=cache)
-    cached.write_text(cached.read_text() + " ")
-    with pytest.raises(DataError, match=f"the cache of {root}"):
-        check(root, "a", local=cache)
+def test_an_index_that_is_not_that_of_the_manifest(tmp_path):
+    root = write_prepared(tmp_path / "data", {"a": 8})
+    check(root, "a")
     index = root / "a" / "index.json"
     index.write_text(index.read_text() + " ")
     with pytest.raises(DataError, match=r"manifest\.json"):
-        check(root, "a", local=cache)
+        check(root, "a")
+
+
+@pytest.mark.parametrize("refresh", [refresh_indexes, lambda config: list(check_data(config, deep=False))])
+def test_the_index_of_a_cache_follows_the_data_set(tmp_path, refresh):
+    root = write_encoded(tmp_path / "data", {"a": 40})
+    cache, folder = tmp_path / "cache", root / "a"
+    shutil.copytree(root, cache)
+    erased, kept = sorted(path.name for path in (cache / "a").glob("*.mds"))[:2]
+    (folder / erased).rename(folder / "renamed.mds")
+    (folder / "index.json").write_text((folder / "index.json").read_text().replace(erased, "renamed.mds"))
+    (cache / "a" / "notes").touch()
+    streams = ["data.streams=[{name: a}]", f"data.remote={root}", f"data.local={cache}"]
+    refresh(toy_config(tmp_path, *streams))
+    assert (cache / "a" / "index.json").read_bytes() == (folder / "index.json").read_bytes()
+    assert not (cache / "a" / erased).exists()
+    assert (cache / "a" / kept).exists() and (cache / "a" / "notes").exists()
+
+
+def test_a_cache_whose_index_is_that_of_the_data_set_is_not_written(tmp_path):
+    root, cache = write_encoded(tmp_path / "data", {"a": 8}), tmp_path / "cache"
+    streams = ["data.streams=[{name: a}]", f"data.remote={root}", f"data.local={cache}"]
+    refresh_indexes(toy_config(tmp_path, *streams))
+    assert not cache.exists()
+    shutil.copytree(root, cache)
+    before = (cache / "a" / "index.json").stat().st_ino
+    refresh_indexes(toy_config(tmp_path, *streams))
+    assert (cache / "a" / "index.json").stat().st_ino == before
 
 
 @pytest.mark.parametrize(("limit", "level"), [("100gb", Level.ok), ("11gb", Level.warning), ("8gb", Level.problem)])
