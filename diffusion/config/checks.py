@@ -8,6 +8,8 @@ import math
 import posixpath
 from collections.abc import Iterator
 
+from omegaconf import MISSING
+
 from diffusion.config.data import Representation, group_size, image_sizes, legal_world_sizes, microbatch_size
 from diffusion.config.documentation import find_field
 from diffusion.config.fields import CHECK, Location, parse_time, section_problems
@@ -150,6 +152,11 @@ def _tasks(config: Config) -> Iterator[str]:
         yield "task is autoencoder, and the VAE is trained on images. Set data.representation=images."
     if config.optimizer.name is not OptimizerName.adamw:
         yield "task is autoencoder, which is trained by AdamW. Set optimizer.name=adamw."
+    if config.plugins.train_dataset is not None and MISSING in (config.data.local, config.data.streams):
+        yield (
+            "task is autoencoder, whose latents are measured on data.streams after the training, also with "
+            "plugins.train_dataset. Set data.local and data.streams."
+        )
 
 
 def _times(config: Config) -> Iterator[str]:

@@ -214,6 +214,11 @@ def test_legal_combinations(configuration, overrides):
             1,
             ["model.lora is set with task autoencoder"],
         ),
+        (
+            ["task=autoencoder", "trainer.parallelism=ddp", "plugins.train_dataset={path: a.B}", "data.streams='???'"],
+            1,
+            ["measured on data.streams"],
+        ),
         (["model.lora={rank: 4}"], 1, ["model.lora", "init_from.checkpoint"]),
         (["samples.scores={aesthetic: 7.0}"], 1, ["samples.scores has aesthetic"]),
         (["model.score_conditioning={columns: []}"], 1, ["model.score_conditioning.columns is []"]),
