@@ -15,7 +15,7 @@ from composer.utils import dist
 from diffusion.callbacks.metrics_file import TRAIN_LOSS
 from diffusion.checkpointing.roll_back import Rollback, decide, is_wrong, read_rollbacks, request_rollback
 from diffusion.config.operations import GuardConfig
-from diffusion.datasets.bad_images import FILE, OLD_FILE, BadImage, check_bad_images, read_bad_images
+from diffusion.datasets.bad_images import FILE, BadImage, check_bad_images, read_bad_images
 from diffusion.datasets.dataset import TextImageDataset, TrainingDataset
 from diffusion.distributed import agree, broadcast
 from diffusion.errors import PreemptedError
@@ -123,12 +123,8 @@ class BadImageGuard(Callback):
 
     def __init__(self, folder: Path, interval: int, dataset: TextImageDataset) -> None:
         self.path, self.interval, self.dataset = folder / FILE, interval, dataset
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        """Give the list of an earlier version its name of today."""
-        old = self.path.with_name(OLD_FILE)  # until 0.3
-        if dist.get_global_rank() == 0 and old.is_file():
-            old.rename(self.path)
+        self._listed: set[tuple[str, int]] | None = None
+        """Stream and index of each image in the file; None until it is needed."""
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Exchange at the end of each interval.
@@ -145,7 +141,8 @@ class BadImageGuard(Callback):
 
     def close(self, state: State, logger: Logger) -> None:
         """List the images of this rank since the last exchange: after a failure, each rank is alone."""
-        self._list(self.dataset.bad_images.take())
+        if images := self.dataset.bad_images.take():
+            self._list(images)
 
     def _exchange(self, state: State) -> None:
         images: list[list[BadImage]] = dist.all_gather_object(self.dataset.bad_images.take())
@@ -156,8 +153,10 @@ class BadImageGuard(Callback):
 
     def _list(self, images: Sequence[BadImage]) -> int:
         """Append the images that are not in the file; return the number in the file."""
-        listed = {(image.stream, image.index) for image in read_bad_images(self.path)}
+        if self._listed is None:
+            self._listed = {(image.stream, image.index) for image in read_bad_images(self.path)}
         entries = {(image.stream, image.index): image for image in images}
-        if new := sorted(entries.keys() - listed):
+        if new := sorted(entries.keys() - self._listed):
             append_json_lines(self.path, [asdict(entries[address]) for address in new])
-        return len(listed) + len(new)
+            self._listed.update(new)
+        return len(self._listed)

@@ -16,9 +16,6 @@ logger = logging.getLogger(__name__)
 FILE = "bad_images.jsonl"
 """In the run folder: the images that a run could not decode, each once."""
 
-OLD_FILE = "bad_pictures.jsonl"
-"""Its name until 0.2; read until 0.3."""
-
 MAX_BAD_IMAGES = 10
 MAX_BAD_FRACTION = 0.001
 
@@ -41,7 +38,6 @@ class BadImage:
 
 def read_bad_images(path: Path) -> list[BadImage]:
     """Read the list of a run; nothing where there is none. A line that a killed process left cut off is no entry."""
-    path = path if path.is_file() else path.with_name(OLD_FILE)
     return [BadImage(**row) for row in read_json_lines(path) if row is not None]
 
 

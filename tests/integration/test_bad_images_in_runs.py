@@ -2,9 +2,15 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from composer import Logger, Timestamp
 
+from diffusion.callbacks import guards
+from diffusion.callbacks.guards import BadImageGuard
+from diffusion.datasets.bad_images import BadImage, BadImages
 from tests.tools.written_data import write_prepared
 
 
@@ -46,9 +52,22 @@ def test_each_bad_image_counts_once_in_a_run(server, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     for steps in (24, 48):  # Three epochs in each of two starts: 60 encounters.
         server.train(1, runs(few, folder, steps))
-        if steps == 24:
-            (folder / "bad_images.jsonl").rename(folder / "bad_pictures.jsonl")  # Its name until 0.2.
     assert len((folder / "bad_images.jsonl").read_text().splitlines()) == 10
+
+
+def test_the_list_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+    monkeypatch.setattr(guards, "read_bad_images", lambda path: reads.append(path) or [])
+    images = BadImages()
+    guard = BadImageGuard(tmp_path, 1, SimpleNamespace(bad_images=images, num_samples=100))  # pyright: ignore[reportArgumentType]
+    state: Any = SimpleNamespace(timestamp=Timestamp(batch=1, sample=100))
+    guard.close(state, Logger(state))
+    assert not reads
+    for index in (3, 4, 3):
+        images.count_bad(BadImage(stream="b", index=index, key="", epoch=0, error=""))
+        guard.batch_end(state, Logger(state))
+    assert len(reads) == 1
+    assert len((tmp_path / "bad_images.jsonl").read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
