@@ -8,7 +8,7 @@ import yaml
 from torch import Tensor
 
 from diffusion.checkpointing.find import resolve_checkpoint
-from diffusion.checkpointing.read import read_record, read_weights
+from diffusion.checkpointing.read import read_config, read_weights
 from diffusion.config.loading import from_dict, load
 from diffusion.config.model import InitFromConfig
 from diffusion.config.schema import Config
@@ -59,7 +59,7 @@ def load_config_of(checkpoint: Path) -> Config:
     """
     if checkpoint.suffix == AVERAGE_SUFFIX:
         return load(Config, _config_beside(checkpoint))
-    return from_dict(Config, yaml.safe_load(read_record(checkpoint)["config"]), str(checkpoint))
+    return from_dict(Config, yaml.safe_load(read_config(checkpoint)), str(checkpoint))
 
 
 def read_trained(path: str | Path, *, weights: str = "raw") -> Trained:

@@ -18,7 +18,7 @@ from diffusion.callbacks.monitoring import CostMeter, Heartbeat, Utilisation
 from diffusion.callbacks.preemption import SaveOnPreemption
 from diffusion.callbacks.prometheus import PrometheusLogger
 from diffusion.callbacks.samples import SampleGrids
-from diffusion.callbacks.saving import RunRecord, SaveCheckpoints, model_record
+from diffusion.callbacks.saving import RunRecord, SaveCheckpoints
 from diffusion.callbacks.step import AccumulateLocally, ClipGradients, CollectiveTimeout, DataPosition, StepAddress
 from diffusion.callbacks.stream_losses import StreamLosses
 from diffusion.checkpointing.resume import CheckpointStorage
@@ -99,7 +99,7 @@ def build_callbacks(
         # The model draws its random numbers by the addresses in the batch.
         StepAddress(in_turns=config.plugins.train_dataset is not None),
         DataPosition(),
-        RunRecord({"config": to_public_yaml(config), "model": model_record(model)}),
+        RunRecord(to_public_yaml(config)),
         HostSpeedMonitor(window_size=20),
         LRMonitor(),
         RuntimeEstimator(),

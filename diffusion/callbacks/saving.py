@@ -1,7 +1,6 @@
 """Checkpoints of a run: when they are written, in the background or not, what they hold, and which stay."""
 
 import concurrent.futures
-import copy
 import errno
 import logging
 import os
@@ -13,7 +12,6 @@ import torch
 import torch.distributed
 from composer import Callback, Logger, State
 from composer.callbacks import CheckpointSaver
-from composer.models import ComposerModel
 from composer.utils import dist, reproducibility
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -23,7 +21,6 @@ from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.checkpointing.save import HostCopy, write_file, write_sharded
 from diffusion.distributed import LONG_TIMEOUT, agree
 from diffusion.errors import MachineError, UserError
-from diffusion.models.latent_diffusion import LatentDiffusion
 
 log = logging.getLogger(__name__)
 
@@ -32,25 +29,14 @@ STALL = "time/checkpoint_stall"
 
 
 class RunRecord(Callback):
-    """Store in each checkpoint what is needed to understand and use it, in plain containers."""
+    """Store the configuration (YAML) in each checkpoint."""
 
-    def __init__(self, record: dict[str, Any]) -> None:
-        self.record = record
+    def __init__(self, config: str) -> None:
+        self.config = config
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the record: a sharded checkpoint is loaded into what this returns."""
-        return copy.deepcopy(self.record)
-
-
-def model_record(model: ComposerModel) -> dict[str, Any]:
-    """Describe what a reader of a checkpoint needs beside the weights."""
-    if not isinstance(model, LatentDiffusion):
-        return {}
-    schedule = dict(model.noise_scheduler.config)
-    return {
-        "latent_scaling": {"mean": list(model.latent_scaling.mean), "std": list(model.latent_scaling.std)},
-        "noise_schedule": {key: value for key, value in schedule.items() if not key.startswith("_")},
-    }
+        """Return the configuration, where `read_config` finds it."""
+        return {"config": self.config}
 
 
 class SaveCheckpoints(CheckpointSaver):

@@ -13,7 +13,7 @@ from typing import TypeVar
 import yaml
 
 from diffusion.checkpointing.layout import INDEX, batch_of, is_half_written, list_checkpoints, remove_copy
-from diffusion.checkpointing.read import UnsafeCheckpointError, check_contents, read_index, stored_files
+from diffusion.checkpointing.read import UnsafeCheckpointError, check_bytes, check_safe, read_index, stored_files
 from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoints
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.storage import is_url
@@ -68,7 +68,8 @@ def check_checkpoint(path: Path) -> None:
         DataError: it is damaged.
     """
     check_whole(path)
-    check_contents(path)
+    check_bytes(path)
+    check_safe(path)
 
 
 def check_whole(path: Path) -> None:

@@ -1,7 +1,7 @@
 """Reading of checkpoints, in which no code of theirs is run.
 
 The index of a sharded checkpoint is a pickle. Torch and Composer read it, the entries that are not tensors, and whole
-`.pt` files with the full power of pickle. So `check_contents` reads each of them before: the index with an unpickler
+`.pt` files with the full power of pickle. So `check_safe` reads each of them before: the index with an unpickler
 that knows nothing but what an index consists of, the rest with torch's `weights_only`.
 """
 
@@ -228,17 +228,6 @@ def as_data_error(error: CheckpointException, checkpoint: Path | str) -> DataErr
 # Checks
 
 
-def check_contents(checkpoint: Path) -> None:
-    """Check that the bytes of a checkpoint are those that were written, and that it runs no code when it is read.
-
-    Raises:
-        UnsafeCheckpointError: it would run code.
-        DataError: it is damaged.
-    """
-    check_bytes(checkpoint)
-    check_safe(checkpoint)
-
-
 def check_safe(checkpoint: Path) -> None:
     """Check that a checkpoint runs no code when it is read, without its tensors.
 
@@ -283,17 +272,15 @@ def check_bytes(checkpoint: Path) -> None:
         raise DataError(f"{checkpoint} is damaged: {damaged} does not have its checksum")
 
 
-def read_checksums(folder: Path) -> dict[str, str] | None:
-    """Read the checksums of a folder's files, by name; None where none were written.
+def read_checksums(folder: Path) -> dict[str, str]:
+    """Read the checksums of a folder's files, by name.
 
     Raises:
-        DataError: they are damaged.
+        DataError: they are missing or damaged.
     """
     path = folder / CHECKSUMS
     try:
         return {str(name): str(entry[CHECKSUM_KIND]) for name, entry in json.loads(path.read_bytes()).items()}
-    except FileNotFoundError:
-        return None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -301,11 +288,8 @@ def read_checksums(folder: Path) -> dict[str, str] | None:
 
 
 def _check_checksums(folder: Path, files: Iterable[str]) -> None:
-    """Read files entirely, several at a time, and compare them with their checksums, if any were written."""
-    stored = read_checksums(folder)
-    if stored is None:
-        return
-    names = sorted(files)
+    """Read files entirely, several at a time, and compare them with their checksums."""
+    stored, names = read_checksums(folder), sorted(files)
     if missing := [name for name in names if name not in stored]:
         raise DataError(f"{folder / CHECKSUMS} has no checksum of {missing[0]}")
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
@@ -386,16 +370,16 @@ def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield from _flatten(content, f"{key}.{name}" if key else str(name))
 
 
-def read_record(checkpoint: Path) -> dict[str, Any]:
-    """Read what a run has stored about itself in a checkpoint: `config` (YAML), `model`.
+def read_config(checkpoint: Path) -> str:
+    """Read the configuration (YAML) of the run that has written a checkpoint.
 
     Raises:
         DataError: the checkpoint is damaged, or was not written by this package.
     """
-    record = StoredState(checkpoint).read_below("state.callbacks.RunRecord.")
-    if "config" not in record:
+    state, key = StoredState(checkpoint), "state.callbacks.RunRecord.config"
+    if key not in state.keys(key):
         raise DataError(f"checkpoint {checkpoint} has no configuration: it was not written by this package")
-    return record
+    return state.read([key])[key]
 
 
 def read_position(checkpoint: Path) -> tuple[int, dict[str, str | int | None]]:
@@ -437,11 +421,10 @@ def read_weights(checkpoint: Path, weights: str, *, is_checked: bool = False) ->
     if not is_checked:
         check_bytes(checkpoint)
     state = StoredState(checkpoint)
-    model = f"{_MODEL}module." if state.keys(f"{_MODEL}module.") else _MODEL
     if weights == Weights.raw:
-        if not state.keys(model):
+        if not state.keys(_MODEL):
             raise DataError(f"checkpoint {checkpoint} holds no model")
-        return state.read_below(model)
+        return state.read_below(_MODEL)
     labels = str(state.read_below(f"{_AVERAGES}labels").get("", "")).split()
     if weights != Weights.ema and weights not in labels:
         there = f"holds {', '.join(labels)}" if labels else "holds no averages (they had not started)"
@@ -450,5 +433,5 @@ def read_weights(checkpoint: Path, weights: str, *, is_checked: bool = False) ->
     average = state.read_below(_AVERAGES + ("averages." if is_first else f"others.{weights}."))
     if not average:
         raise DataError(f"checkpoint {checkpoint} holds no average of the weights (it had not started, or is off)")
-    frozen = [key for key in state.keys(model) if key.removeprefix(model) not in average]
-    return {key.removeprefix(model): value for key, value in state.read(frozen).items()} | average
+    frozen = [key for key in state.keys(_MODEL) if key.removeprefix(_MODEL) not in average]
+    return {key.removeprefix(_MODEL): value for key, value in state.read(frozen).items()} | average

@@ -146,8 +146,7 @@ class RemoteCheckpoints:
             self.upload(local, local.name)
             return
         for name in _LAST:
-            if (local / name).is_file():
-                self.upload(local / name, f"{local.name}/{name}")
+            self.upload(local / name, f"{local.name}/{name}")
 
     def remove(self, checkpoint: RemoteCheckpoint) -> None:
         """Remove a checkpoint, its index first: after an interruption the rest counts as half-written."""

@@ -15,7 +15,7 @@ from composer.utils import dist
 
 from diffusion.checkpointing.find import check_checkpoint, check_whole, is_complete, newest_that_passes
 from diffusion.checkpointing.layout import list_checkpoints, remove_copy, remove_half_written
-from diffusion.checkpointing.read import check_safe, read_index, read_record
+from diffusion.checkpointing.read import check_safe, read_config, read_index
 from diffusion.checkpointing.remote import RemoteCheckpoint, RemoteCheckpoints
 from diffusion.config.checks import is_location
 from diffusion.config.loading import to_yaml
@@ -260,7 +260,7 @@ def check_changes(config: Config, checkpoint: Path, name: str) -> None:
         ConfigurationError: another model or objective is configured than the checkpoint was trained with.
         DataError: the checkpoint has no configuration.
     """
-    before = yaml.safe_load(read_record(checkpoint)["config"])
+    before = yaml.safe_load(read_config(checkpoint))
     now, defaults = yaml.safe_load(to_public_yaml(config)), yaml.safe_load(to_yaml(Config()))
     changes = list(_differences(before, now, defaults))
     rejected = [change for change in changes if _is_another_run(config.task, change)]
