@@ -109,7 +109,8 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
     device = start_ranks(config)
     agree(lambda: check(config, world_size=dist.get_world_size(), side_factor=side_factor(config.model)))
     agree(lambda: check_plugins(config.plugins))
-    folder = agree(lambda: open_run_folder(config))
+    folder = Path(config.output_folder).expanduser()
+    agree(lambda: record_config(folder, config, replace=False))
     with leased(folder) as lease, Heartbeat(heartbeat_folder(config, folder), lease) as heartbeat:
         check_machines(config, device)
         files = read_stream_files(config)
@@ -171,21 +172,10 @@ def start_ranks(config: Config) -> Device:
     return device
 
 
-def open_run_folder(config: Config) -> Path:
-    """Create the run folder on rank 0, and return it on all ranks.
-
-    The configuration of an earlier start stays: this start may still fail, or find the run finished.
-
-    Raises:
-        MachineError: it cannot be written.
-    """
-    folder = Path(config.output_folder).expanduser()
-    record_config(folder, config, replace=False)
-    return folder
-
-
 def record_config(folder: Path, config: Config, *, replace: bool = True) -> None:
-    """Save the resolved configuration in the run folder, on rank 0.
+    """Create the run folder and save the resolved configuration in it, on rank 0.
+
+    Without `replace` that of an earlier start stays: this start may still fail, or find the run finished.
 
     Raises:
         MachineError: it cannot be written.
