@@ -9,6 +9,7 @@ From here to the loss: `datasets/loader.py` gives the batches of `datasets/batch
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -121,12 +122,11 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
         storage = agree(lambda: checkpoint_storage(config, folder))
         roll_back(storage, keeps_all=config.trainer.keep_checkpoints == -1)
         load_path = find_resumption(config, storage)
-        if load_path is None:
-            agree(lambda: check_initial_weights(config), takes_long=True)
+        initial = find_initial_weights(config) if load_path is None else config
 
         # Model
         build = build or partial(build_training_model, is_new=load_path is None)
-        model = agree(lambda: build(config, device), takes_long=True)
+        model = agree(lambda: build(initial, device), takes_long=True)
         if isinstance(model, LatentDiffusion):
             agree(lambda: check_identity(config, model, files))
             prepare_frozen(config, model, device)
@@ -193,21 +193,43 @@ def record_config(folder: Path, config: Config, *, replace: bool = True) -> None
 # Resume or initialise
 
 
-def check_initial_weights(config: Config) -> None:
+def find_initial_weights(config: Config) -> Config:
     """Find the checkpoint to start from and verify its checksums, on the first rank of each node.
 
-    A checkpoint in a store is downloaded, for the other ranks of the node as well.
+    A run may write and remove checkpoints meanwhile, so that each search could find another one. A checkpoint in a
+    store is downloaded. To be called by all ranks.
+
+    Returns:
+        The configuration with the path of the checkpoint on this node.
 
     Raises:
-        UserError: there is none, or it is damaged.
+        UserError: on all ranks: there is none, it is damaged, or the nodes find different ones.
     """
-    if config.init_from is None or dist.get_local_rank() != 0:
-        return
+    if config.init_from is None:
+        return config
     source = config.init_from.checkpoint
     if config.task is Task.autoencoder or is_pipeline(source) or is_single_file(source):
-        return  # Without checksums.
-    with error_context("init_from.checkpoint"):
-        check_checkpoint(resolve_checkpoint(source))
+        return config  # Without checksums.
+
+    def find() -> Path | None:
+        if dist.get_local_rank() != 0:
+            return None
+        with error_context("init_from.checkpoint"):
+            check_checkpoint(path := resolve_checkpoint(source))
+        return path
+
+    found: list[Path | None] = dist.all_gather_object(agree(find, takes_long=True))
+    agree(lambda: _check_same(found, source))
+    path = found[dist.get_global_rank() - dist.get_local_rank()]
+    return replace(config, init_from=replace(config.init_from, checkpoint=str(path)))
+
+
+def _check_same(found: list[Path | None], source: str) -> None:
+    names = sorted({path.name for path in found if path is not None})
+    if len(names) > 1:
+        raise ConfigurationError(
+            f"init_from.checkpoint: the nodes find different checkpoints in {source}: {', '.join(names)}. Name one"
+        )
 
 
 # Model

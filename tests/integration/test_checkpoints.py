@@ -25,6 +25,7 @@ from diffusion.checkpointing.layout import (
     CHECKSUMS,
     batch_of,
     list_checkpoints,
+    remove_checkpoint,
     remove_half_written,
 )
 from diffusion.checkpointing.read import UnsafeCheckpointError, read_checksums, read_index, read_weights
@@ -163,6 +164,18 @@ def test_damaged_checksums_are_damage(trained, tmp_path, content):
         (checkpoint / CHECKSUMS).write_bytes(content)
     with pytest.raises(DataError, match=CHECKSUMS):
         check_checkpoint(checkpoint)
+
+
+@pytest.mark.world_size(2)
+def test_nodes_that_find_different_checkpoints_to_start_from_end(server, trained, tmp_path):
+    for node in "01":
+        shutil.copytree(trained["ddp"], tmp_path / node)
+    before, newest = list_checkpoints(tmp_path / "1" / "checkpoints")
+    remove_checkpoint(newest)
+    yaml, overrides = options(tmp_path / "run", "ddp", f"init_from.checkpoint={tmp_path}/{{node}}")
+    job = server.start(2, ["tests/tools/ranks_as_nodes.py", "1", yaml, *overrides]).finish()
+    assert job.codes == [2, 2], job.output[-3000:]
+    assert f"the nodes find different checkpoints in {tmp_path}/0: {before.name}, {newest.name}" in job.output
 
 
 def test_a_run_continues_from_the_one_before_and_removes_what_is_half_written(server, trained, tmp_path):
