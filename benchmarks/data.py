@@ -105,7 +105,7 @@ def measure_latent_loading(*, num_samples: int = 8192, batch_size: int = 256, ro
                 token_ids = generator.integers(0, 49408, (1, NUM_TOKENS)).astype(np.int32)
                 writer.write({"latent_mean": latent, "token_ids": token_ids, "key": f"{number:08}"})
         config = _data_config(root / "train", Representation.latents, 256, batch_size)
-        ours = train_loader(config, seed=0, tokenize=None, rank_batch_size=batch_size, with_logvar=False)
+        ours = train_loader(config, seed=0, tokenize=None, with_logvar=False)
         dataset = StreamingDataset(local=str(root / "train" / "b"), shuffle=True, batch_size=batch_size)
         stock = DataLoader(dataset, batch_size=batch_size, drop_last=True)
         return {**in_turns(lambda: _exhaust(stock), lambda: _exhaust(ours), rounds), "num_samples": num_samples}
@@ -126,7 +126,7 @@ def measure_image_loading(
             for number, data in enumerate(images):
                 writer.write({"image": data, "captions": ["an image"], "key": f"{number:08}"})
         config = _data_config(root / "train", Representation.images, resolution, batch_size)
-        loader = train_loader(config, seed=0, tokenize=_no_tokens, rank_batch_size=batch_size)
+        loader = train_loader(config, seed=0, tokenize=_no_tokens)
         used = images[: len(loader) * batch_size]
 
         def bare() -> None:
@@ -200,7 +200,7 @@ def _open(folder: Path, num_streams: int) -> dict[str, Any]:
     storage.download = count
     before = _memory("VmRSS")
     clock, cpu = time.perf_counter(), time.process_time()
-    loader: Any = train_loader(config, seed=0, tokenize=None, rank_batch_size=16)
+    loader: Any = train_loader(config, seed=0, tokenize=None)
     next(iter(loader))
     found = {"seconds": time.perf_counter() - clock, "cpu_seconds": time.process_time() - cpu}
     found |= {"mebibytes": (_memory("VmHWM") - before) / 2**20, "requests": len(requests)}

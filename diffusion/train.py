@@ -316,14 +316,12 @@ def build_train_data(config: Config, files: Files | None = None) -> DataSpec:
     Raises:
         UserError: the data is missing, damaged or not what the configuration says.
     """
-    rank_batch_size = config.data.global_batch_size // dist.get_world_size()
     if config.plugins.train_dataset is not None:
-        return DataSpec(_plugin_loader(config, rank_batch_size), get_num_samples_in_batch=num_samples)
+        return DataSpec(_plugin_loader(config), get_num_samples_in_batch=num_samples)
     loader = train_loader(
         config.data,
         seed=config.seed,
         tokenize=caption_tokenizer(config.model),
-        rank_batch_size=rank_batch_size,
         with_logvar=config.objective.posterior == Posterior.sample,
         score_names=config.model.score_names,
         files=files,
@@ -331,7 +329,7 @@ def build_train_data(config: Config, files: Files | None = None) -> DataSpec:
     return DataSpec(loader, split_batch=split_batch, get_num_samples_in_batch=num_samples)
 
 
-def _plugin_loader(config: Config, rank_batch_size: int) -> DataLoader:
+def _plugin_loader(config: Config) -> DataLoader:
     data, plugin = config.data, config.plugins.train_dataset
     assert plugin is not None
     dataset: Any = build_plugin(plugin, "plugins.train_dataset", IndexedDataset)
@@ -342,6 +340,7 @@ def _plugin_loader(config: Config, rank_batch_size: int) -> DataLoader:
         )
     is_shuffled = data.shuffle is not Shuffling.none
     sampler = dist.get_sampler(dataset, shuffle=is_shuffled, drop_last=True, seed=config.seed)
+    rank_batch_size = data.global_batch_size // dist.get_world_size()
     return DataLoader(dataset, rank_batch_size, sampler=sampler, num_workers=data.num_workers, drop_last=True)
 
 

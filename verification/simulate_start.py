@@ -122,9 +122,7 @@ def start_rank(rank: int, world: World, cache: str, streams: list[StreamConfig],
     process = psutil.Process()
     memory, read, num_opened = process.memory_info().rss, process.io_counters().read_chars, len(opened)
     clock, cpu = time.perf_counter(), time.process_time()
-    loader: Any = train_loader(
-        config, seed=0, tokenize=None, rank_batch_size=RANK_BATCH_SIZE, with_logvar=False, files=files
-    )
+    loader: Any = train_loader(config, seed=0, tokenize=None, with_logvar=False, files=files)
     checked = time.perf_counter()
     if local_rank == 0:
         list(check_cache(loader.dataset, config))

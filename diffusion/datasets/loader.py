@@ -64,7 +64,6 @@ def train_loader(
     *,
     seed: int,
     tokenize: Tokenize | None,
-    rank_batch_size: int,
     with_logvar: bool = True,
     score_names: Sequence[str] = (),
     files: Files | None = None,
@@ -78,15 +77,14 @@ def train_loader(
         config: the configuration's section `data`.
         seed: seed of the run.
         tokenize: K captions -> int32 [K, L]; not used with latents.
-        rank_batch_size: samples per rank and step.
         with_logvar: whether the latents' log-variance is wanted (`objective.posterior: sample`).
         score_names: scores that are wanted (`model.score_conditioning`).
         files: manifests and marks of the streams, if they have been read.
 
     Returns:
-        Batches of `rank_batch_size`; its length is the number of whole global batches in an epoch. With `mixing:
-        groups` a batch holds whole groups one after the other; where the streams have several sizes, images and
-        latents are lists with a tensor for each group.
+        Batches of this rank; its length is the number of whole global batches in an epoch. With `mixing: groups` a
+        batch holds whole groups one after the other; where the streams have several sizes, images and latents are
+        lists with a tensor for each group.
 
     Raises:
         ConfigurationError: an epoch is less than a global batch, a stream less than what it has to give to one, or
@@ -94,7 +92,6 @@ def train_loader(
         DataError: streams that are missing, damaged or not what the configuration says.
     """
     rank, num_ranks = distributed.rank(), distributed.world_size()
-    assert config.global_batch_size == rank_batch_size * num_ranks, (config, rank_batch_size, num_ranks)
     sizes = image_sizes(config.streams, config.resolution)
     dataset = TrainingDataset(
         locations=check_training_streams(config, with_logvar=with_logvar, score_names=score_names, files=files),

@@ -197,7 +197,7 @@ def first_batch_seconds(local: Path, start: int | None) -> float:
     config = load_config("tests/tools/toy.yaml", [f"data.local={local}", "data.streams=[{name: a}, {name: b}]"]).data
     config.global_batch_size = 32
     begin = time.perf_counter()
-    loader = train_loader(config, seed=17, tokenize=tokenize, rank_batch_size=32)
+    loader = train_loader(config, seed=17, tokenize=tokenize)
     dataset: Any = loader.dataset
     if start is not None:
         position = dataset.state_dict(num_samples=0, from_beginning=False)

@@ -33,7 +33,7 @@ for start, num_workers in [(3 * size, 0), (0, 2)]:
     config = data_config(
         root, "a", "b", representation=Representation.latents, num_workers=num_workers, global_batch_size=size
     )
-    loader = train_loader(config, seed=3, tokenize=None, rank_batch_size=size // world)
+    loader = train_loader(config, seed=3, tokenize=None)
     if start:
         state = loader.dataset.state_dict(0, from_beginning=True)
         loader.dataset.load_state_dict(state | {"epoch": 0, "sample_in_epoch": start})
@@ -90,7 +90,7 @@ def run_world(world: int, root: Path, work: Path, size: int) -> list[tuple[int, 
 def test_global_batches_do_not_depend_on_the_world_size_or_a_resumption(tmp_path: Path, world: int, size: int) -> None:
     root = write_encoded(tmp_path, {"a": 30, "b": 40})
     config = data_config(root, "a", "b", representation=Representation.latents, global_batch_size=size)
-    loader = train_loader(config, seed=3, tokenize=None, rank_batch_size=size)
+    loader = train_loader(config, seed=3, tokenize=None)
     alone = [[sorted(batch[BatchKey.SAMPLE].tolist()) for batch in loader] for _ in range(2)]
     (_, resumed), (length, together) = run_world(world, root, tmp_path / "ranks", size)
     assert length == len(loader) == len(alone[0])

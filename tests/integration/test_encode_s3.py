@@ -120,5 +120,5 @@ def test_trained_from_a_store(s3_server: S3Server, tmp_path: Path) -> None:
         tmp_path / "cache", resolution=32, representation=Representation.latents, global_batch_size=4,
         streams=[StreamConfig(name="32-64", remote="s3://tests/trained/train/32-64", endpoint_url=s3_server.endpoint)],
     )  # fmt: skip
-    batches = list(train_loader(config, seed=1, tokenize=None, rank_batch_size=4))
+    batches = list(train_loader(config, seed=1, tokenize=None))
     assert sorted(i for batch in batches for i in batch[BatchKey.SAMPLE].tolist()) == list(range(12))

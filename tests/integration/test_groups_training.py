@@ -226,9 +226,7 @@ def _batches(run: Path) -> list[dict]:
 
     config = load_config(str(run / "config.yaml"), [])
     tokenizer = build_tokenizer(config.model.architecture)
-    loader = train_loader(
-        config.data, seed=config.seed, tokenize=lambda captions: tokenize(tokenizer, captions), rank_batch_size=16
-    )
+    loader = train_loader(config.data, seed=config.seed, tokenize=lambda captions: tokenize(tokenizer, captions))
     return [batch for _ in range(2) for batch in loader][:NUM_STEPS]
 
 

@@ -61,7 +61,7 @@ def open_loader(local: Path, remote: str | None = None, *names: str, **options: 
         "validate_hash": "xxh64",
     }
     config = data_config(local, *names, **(defaults | options))
-    return train_loader(config, seed=3, tokenize=None, rank_batch_size=config.global_batch_size)
+    return train_loader(config, seed=3, tokenize=None)
 
 
 def read(loader: BatchLoader) -> list[tuple[list[int], list[float]]]:

@@ -414,7 +414,6 @@ def _check_training_data(config: Config, tokenizer: Tokenize | None) -> Iterator
             config.data,
             seed=config.seed,
             tokenize=tokenizer,
-            rank_batch_size=config.data.global_batch_size // world_size(),
             with_logvar=config.objective.posterior == Posterior.sample,
             score_names=config.model.score_names,
         )

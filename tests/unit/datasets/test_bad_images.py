@@ -50,7 +50,7 @@ def test_withdrawn_samples_are_replaced_alike_in_images_and_latents(
                 (root.parent / "withdrawn.json").write_text(json.dumps(withdrawn))
                 (root.parent / "damaged.json").write_text(json.dumps({"train/a": [6]}))
             config = data_config(root, "a", "b", representation=representation)
-            loader = train_loader(config, seed=3, tokenize=tokenize, rank_batch_size=8)
+            loader = train_loader(config, seed=3, tokenize=tokenize)
             result[representation] = [
                 (address, "".join(chr(code) for code in ids[1:4]).split(" ")[0])
                 for batch in loader
@@ -84,7 +84,7 @@ def test_withdrawn_samples_are_replaced_alike_in_images_and_latents(
 def test_a_bad_image_is_not_replaced_by_a_withdrawn_one(tmp_path: Path) -> None:
     root = write_prepared(tmp_path, {"b": 10}, bad=(4,))
     (tmp_path / "withdrawn.json").write_text(json.dumps({"train/b": [5]}))
-    dataset = train_loader(data_config(root, "b"), seed=3, tokenize=tokenize, rank_batch_size=8).dataset
+    dataset = train_loader(data_config(root, "b"), seed=3, tokenize=tokenize).dataset
     np.testing.assert_array_equal(dataset[4][BatchKey.TOKEN_IDS], tokenize(["6 b 0"])[0])
 
 
@@ -122,7 +122,7 @@ def test_the_limit_is_ten_or_a_thousandth_of_the_job() -> None:
 def test_workers_count_together(tmp_path: Path) -> None:
     root = write_prepared(tmp_path, {"b": 48}, bad=(5, 6, 20))
     config = data_config(root, "b", num_workers=2, shuffle=Shuffling.none)
-    loader = train_loader(config, seed=3, tokenize=tokenize, rank_batch_size=8)
+    loader = train_loader(config, seed=3, tokenize=tokenize)
     list(loader)
     dataset = loader.dataset
     assert isinstance(dataset, TrainingDataset)

@@ -42,7 +42,7 @@ def open_loader(
     config = data_config(
         local, "a", remote=None if remote is None else str(remote), representation=representation, **options
     )
-    return train_loader(config, seed=3, tokenize=tokenize, rank_batch_size=config.global_batch_size)
+    return train_loader(config, seed=3, tokenize=tokenize)
 
 
 def dataset_of(loader: BatchLoader) -> TrainingDataset:

@@ -32,9 +32,7 @@ LATENTS: dict[str, Any] = {"representation": Representation.latents}
 
 def open_loader(local: Path, *names: str, with_logvar: bool = True, **options: Any) -> BatchLoader:
     config = data_config(local, *names, **options)
-    return train_loader(
-        config, seed=3, tokenize=tokenize, rank_batch_size=config.global_batch_size, with_logvar=with_logvar
-    )
+    return train_loader(config, seed=3, tokenize=tokenize, with_logvar=with_logvar)
 
 
 def open_data(*arguments: Any, **options: Any) -> TrainingDataset:

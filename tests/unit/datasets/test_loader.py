@@ -19,7 +19,7 @@ LATENTS = {"representation": Representation.latents}
 
 def open_loader(local: Path, *names: str, tokenize: Any = tokenize, **options: Any) -> BatchLoader:
     config = data_config(local, *names, **options)
-    return train_loader(config, seed=3, tokenize=tokenize, rank_batch_size=config.global_batch_size)
+    return train_loader(config, seed=3, tokenize=tokenize)
 
 
 def addresses(loader: BatchLoader) -> list[list[int]]:

@@ -278,7 +278,7 @@ def test_latents_read_are_those_of_the_images_read(prepared: Path, tmp_path: Pat
         config = data_config(
             root / "train", "32-64", "64-up", resolution=RESOLUTION, representation=representation, global_batch_size=4
         )
-        batches.append(list(train_loader(config, seed=1, tokenize=tokenize, rank_batch_size=4)))
+        batches.append(list(train_loader(config, seed=1, tokenize=tokenize)))
     vae = build_vae()
     assert len(batches[0]) == len(batches[1]) > 0
     for decoded, latents in zip(*batches, strict=True):
@@ -311,7 +311,7 @@ def test_encoded_data_that_does_not_fit_a_run(prepared: Path, tmp_path: Path) ->
         tmp_path / "out/train", "32-64", resolution=64, representation=Representation.latents, global_batch_size=4
     )
     with pytest.raises(DataError, match="resolution: 32 there, 64 here"):
-        train_loader(config, seed=1, tokenize=None, rank_batch_size=4)
+        train_loader(config, seed=1, tokenize=None)
 
 
 def test_a_manifest_of_another_kind_or_version(prepared: Path, tmp_path: Path) -> None:

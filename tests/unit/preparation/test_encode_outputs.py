@@ -173,7 +173,7 @@ def test_sizes_and_crops_are_those_of_training_from_images(tmp_path: Path) -> No
     for place, kind in (("prepared", Representation.images), ("out", Representation.latents)):
         config = data_config(tmp_path / place / "train", "32-64", representation=kind, resolution=32)
         with_tokens = tokenize if kind is Representation.images else None
-        batch = next(iter(train_loader(config, seed=1, tokenize=with_tokens, rank_batch_size=8)))
+        batch = next(iter(train_loader(config, seed=1, tokenize=with_tokens)))
         found.append(batch[BatchKey.PLACEMENT])
     assert found[0].tolist() == [[32, 40, 0, 4, 32, 32]] * 8
     assert torch.equal(*found)
@@ -195,15 +195,13 @@ def test_stored_text_embeddings_are_read_with_the_caption_that_is_chosen(tmp_pat
         expected = encoder(torch.from_numpy(ids).long())[0].half()
     settings = {"representation": Representation.latents, "resolution": 32, "text_embeddings": True}
     config = data_config(tmp_path / "out" / "train", "32-64", **settings)
-    batch = next(iter(train_loader(config, seed=1, tokenize=None, rank_batch_size=8)))
+    batch = next(iter(train_loader(config, seed=1, tokenize=None)))
     chosen = batch[BatchKey.TOKEN_IDS][:, 0] // 5
     assert len(set(chosen.tolist())) > 1
     torch.testing.assert_close(batch[BatchKey.TEXT_EMBEDDING], expected[chosen], rtol=2e-3, atol=2e-3)
     encode(tmp_path / "prepared", tmp_path / "plain", models=MODELS, resolutions=[32])
     with pytest.raises(DataError, match=r"data\.text_embeddings"):
-        train_loader(
-            data_config(tmp_path / "plain" / "train", "32-64", **settings), seed=1, tokenize=None, rank_batch_size=8
-        )
+        train_loader(data_config(tmp_path / "plain" / "train", "32-64", **settings), seed=1, tokenize=None)
 
 
 def test_what_prepared_data_grew_by_is_added(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def batch_of(root: Path, data: str, names: list[str], representation: Representa
     )
     is_image = representation is Representation.images
     tokenize = (lambda captions: np.zeros((len(captions), 5), np.int32)) if is_image else None
-    (batch,) = train_loader(config, seed=1, tokenize=tokenize, rank_batch_size=12, score_names=names)
+    (batch,) = train_loader(config, seed=1, tokenize=tokenize, score_names=names)
     return batch
 
 

@@ -144,7 +144,7 @@ def test_a_cache_limit_below_what_is_needed_at_once_ends_the_start(tmp_path):
     remote = {"remote": str(root), "representation": Representation.latents}
     for limit, is_enough in (("40kb", False), ("10mb", True), (None, True)):
         data = data_config(tmp_path / f"cache-{limit}", "a", "b", cache_limit=limit, **remote)
-        dataset = train_loader(data, seed=3, tokenize=None, rank_batch_size=8).dataset
+        dataset = train_loader(data, seed=3, tokenize=None).dataset
         config = replace(toy_config(tmp_path), data=data)
         if is_enough:
             check_caches(config, dataset)  # pyright: ignore[reportArgumentType]
