@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from diffusion.checkpointing.save import local_shard
 from diffusion.config.training import MAX_WIDTH
@@ -157,21 +157,6 @@ class WeightAverage:
             scratch = parameter.clone()
             parameter.copy_(average)
             average.copy_(scratch)
-
-    @torch.no_grad()
-    def load(self, averages: dict[str, Tensor], num_updates: int) -> None:
-        """Load whole (unsharded) averages.
-
-        Raises:
-            ValueError: the names are not those of the parameters.
-        """
-        check_names(self.averages, averages)
-        for name, average in self.averages.items():
-            source = averages[name].to(local_shard(average).device, torch.float32)
-            if isinstance(average, DTensor):
-                source = distribute_tensor(source, average.device_mesh, average.placements)
-            average.copy_(source)
-        self.num_updates = num_updates
 
 
 def check_names(expected: Iterable[str], found: Iterable[str]) -> None:

@@ -7,6 +7,7 @@ like the model's.
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,6 @@ class LateStartEMA(Callback):
         self.evaluate = evaluate
         self.averages: list[WeightAverage] = []
         self._swapped = False
-        self._loaded: dict[str, Any] | None = None
         self._state: State | None = None
 
     @property
@@ -154,27 +154,19 @@ class LateStartEMA(Callback):
             contents["others"] = {p.label: tensors for p, tensors in zip(self.profiles[1:], others, strict=True)}
         return contents
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep the state of a checkpoint until the model is loaded."""
-        self._loaded = state
-
     def after_load(self, state: State, logger: Logger) -> None:
         """Load the averages of the checkpoint.
 
         Raises:
             DataError: other averages are configured, or they are those of another model.
         """
-        if self._loaded is None:
+        if state.load_path is None:
             return
         path = Path(partial_format(str(state.load_path), run_name=state.run_name))
         try:
-            if state.fsdp_sharded_state_dict_enabled:
-                self._load_shards(state, path)
-            elif self._loaded.get("averages"):
-                self._load_whole(state, self._loaded)
+            self._load(state, path)
         except ValueError as error:
             raise DataError(f"checkpoint {path}: {error}") from error
-        self._loaded = None
 
     def _check_labels(self, stored: str) -> None:
         if stored != self.labels:
@@ -183,15 +175,9 @@ class LateStartEMA(Callback):
                 "a new run from it with init_from"
             )
 
-    def _load_whole(self, state: State, stored: dict[str, Any]) -> None:
-        self._check_labels(stored.get("labels", "(unknown)"))
-        self._allocate(state)
-        tensors = [stored["averages"], *(stored["others"][profile.label] for profile in self.profiles[1:])]
-        for average, averages in zip(self.averages, tensors, strict=True):
-            average.load(averages, int(stored["num_updates"]))
-
-    def _load_shards(self, state: State, path: Path) -> None:
-        """Load the shards here: Composer loads only keys that exist already, and before the start there are none."""
+    @torch.no_grad()
+    def _load(self, state: State, path: Path) -> None:
+        """Load them here: Composer loads only shards whose keys exist already, and before the start there are none."""
         prefix = f"state.callbacks.{type(self).__qualname__}."
         checkpoint = StoredState(path)
         stored = [key.removeprefix(prefix) for key in checkpoint.keys(prefix)]
@@ -203,12 +189,17 @@ class LateStartEMA(Callback):
         expected = [f"averages.{name}" for name in averages[0]]
         expected += [f"others.{profile.label}.{name}" for profile in self.profiles[1:] for name in averages[0]]
         check_names(expected, [name for name in stored if name.startswith(("averages.", "others."))])
-        contents = self._contents(averages, 0)
-        with torch.no_grad():
-            whole = {"state": {"callbacks": {type(self).__qualname__: contents}}}
+        if state.fsdp_sharded_state_dict_enabled:
+            whole = {"state": {"callbacks": {type(self).__qualname__: self._contents(averages, 0)}}}
             load(whole, storage_reader=SafeReader(path), planner=SafeLoadPlanner())
+        else:
+            tensors = chain.from_iterable(average.values() for average in averages)
+            found = checkpoint.read([prefix + name for name in expected])
+            for tensor, name in zip(tensors, expected, strict=True):
+                tensor.copy_(found[prefix + name])
+        num_updates = int(checkpoint.read([f"{prefix}num_updates"])[f"{prefix}num_updates"])
         for average in self.averages:
-            average.num_updates = int(contents["num_updates"])
+            average.num_updates = num_updates
 
 
 class AverageSnapshots(Callback):

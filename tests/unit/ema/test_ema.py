@@ -7,7 +7,7 @@ from composer.models import ComposerModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from diffusion.ema.averaging import Exponential, PowerFunction, WeightAverage
+from diffusion.ema.averaging import Exponential, PowerFunction, check_names
 from diffusion.ema.callbacks import LateStartEMA
 
 
@@ -151,15 +151,8 @@ def test_updates_at_an_interval():
 
 @pytest.mark.parametrize(
     ("stored", "message"),
-    [
-        ({"a": torch.ones(2)}, r"1 missing \['b'\], 0 unexpected"),
-        ({"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(1)}, r"0 missing .*, 1 unexpected \['c'\]"),
-    ],
+    [("a", r"1 missing \['b'\], 0 unexpected"), ("abc", r"0 missing .*, 1 unexpected \['c'\]")],
 )
 def test_other_names_are_refused(stored, message):
-    parameters = {"a": nn.Parameter(torch.zeros(2)), "b": nn.Parameter(torch.zeros(3))}
-    average = WeightAverage(parameters, Exponential(0.5))
     with pytest.raises(ValueError, match=message):
-        average.load(stored, 3)
-    assert average.num_updates == 0
-    assert all(not tensor.any() for tensor in average.averages.values())
+        check_names("ab", stored)
