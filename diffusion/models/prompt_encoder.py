@@ -89,7 +89,7 @@ class PromptEncoder:
     def to(self, device: torch.device | str, dtype: torch.dtype) -> "PromptEncoder":
         """Encode on the device of a pipeline from now on, in float32, into embeddings of its dtype."""
         self._device, self._dtype = torch.device(device), dtype
-        self._text_encoder.to(self._device)
+        self._text_encoder.to(self._device)  # pyright: ignore[reportArgumentType]
         if self._adapter is not None:
             self._adapter.to(self._device)
         return self
