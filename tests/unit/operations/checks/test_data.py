@@ -130,7 +130,7 @@ def test_a_cache_on_two_disks_needs_the_space_of_both(tmp_path, monkeypatch, sha
     with TemporaryDirectory(dir=SHM) as second:
         data = data_config(tmp_path / "cache", "a", "b", remote=str(root), representation=Representation.latents)
         data.streams[1].local, data.streams[1].remote = second, str(root / "b")
-        dataset = train_loader(data, seed=3, tokenize=None, rank_batch_size=8).dataset
+        dataset = train_loader(data, seed=3, tokenize=None).dataset
         assert isinstance(dataset, TrainingDataset)
         missing = find_cache_demand(dataset, data).node_bytes - dataset.cache_bytes()
         monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=share * missing))
