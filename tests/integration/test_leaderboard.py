@@ -1,22 +1,28 @@
 """A row of the leaderboard from the command, and its table."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 
+from benchmarks import leaderboard
 from benchmarks.leaderboard import COLUMNS, read_rows, write_tables
-from tests.tools.training_runs import ROOT, launcher_environment
+from tests.tools.training_runs import environment
 
 pytestmark = pytest.mark.slow
 
 
-def test_a_recipe_is_trained_for_the_same_cpu_seconds_and_scored(tmp_path):
-    rows = tmp_path / "rows.jsonl"
+def test_a_recipe_is_trained_for_the_same_cpu_seconds_and_scored(server, tmp_path, monkeypatch):
+    """Its commands are forked."""
+    rows, programs = tmp_path / "rows.jsonl", server.programs(tmp_path / "bin")
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))
+    monkeypatch.setattr(leaderboard, "COMPOSER", [str(programs / "composer")])
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
     options = ["--quick", "--cpu-seconds", "1", "--seeds", "1", "--rows", str(rows), "--out", str(tmp_path / "out")]
-    command = [sys.executable, "benchmarks/leaderboard.py", "yamls/tiny/transformer.yaml", "schedule.warmup=0.1dur"]
-    subprocess.run([*command, *options], cwd=ROOT, env=launcher_environment(), check=True)
+    command = ["leaderboard.py", "yamls/tiny/transformer.yaml", "schedule.warmup=0.1dur", *options]
+    monkeypatch.setattr(sys, "argv", command)
+    leaderboard.main()
     [row] = read_rows(rows)
     assert row["steps"] > 0
     assert row["flops"] > 0
