@@ -169,16 +169,18 @@ def _data_config(root: Path, representation: Representation, resolution: int, ba
 def measure_opening(num_shards: int, num_streams: int, shard_samples: int = 10_000) -> dict[str, Any]:
     """Open the data of one rank of 128 in a fresh process, and read its first batch of 16 samples.
 
-    The shards are divided among the streams. They are links to one real shard per stream, so that only the indexes have
-    the size of real ones.
+    The shards are divided among the streams. They are links to one real shard, so that only the indexes have the size
+    of real ones.
 
     Returns:
         `seconds` and `cpu_seconds` until the first batch, without imports; `mebibytes` by which the process grew at
         most; `requests` to the remote.
     """
     with tempfile.TemporaryDirectory() as folder:
+        shard = Path(folder, "shard")
+        _write_shard(shard, shard_samples)
         for number in range(num_streams):
-            _write_links(Path(folder, "remote", f"s{number}"), num_shards // num_streams, shard_samples)
+            _write_links(Path(folder, "remote", f"s{number}"), shard, num_shards // num_streams)
         fresh = multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(1, mp_context=fresh) as pool:
             found = pool.submit(_open, Path(folder), num_streams).result()
@@ -208,8 +210,8 @@ def _open(folder: Path, num_streams: int) -> dict[str, Any]:
     return found
 
 
-def _write_links(folder: Path, num_shards: int, num_samples: int) -> None:
-    """Write a stream of equal shards: one file, links to it, and an index of all."""
+def _write_shard(folder: Path, num_samples: int) -> None:
+    """Write equal samples as one shard with its index."""
     latent = np.zeros((4, 4, 4), np.float16)
     columns = dict.fromkeys(["latent_mean", "latent_logvar"], "ndarray:float16:4,4,4")
     columns |= {"token_ids": f"ndarray:int32:1,{NUM_TOKENS}", "key": "str"}
@@ -217,11 +219,16 @@ def _write_links(folder: Path, num_shards: int, num_samples: int) -> None:
     with _mds(folder, columns) as writer:
         for _ in range(num_samples):
             writer.write({**sample, "key": "k"})
-    (entry,) = read_shards(folder)
+
+
+def _write_links(folder: Path, shard: Path, num_shards: int) -> None:
+    """Write a stream of equal shards: links to one that is there, and an index of all."""
+    (entry,) = read_shards(shard)
     name = entry["raw_data"]["basename"]
     entries = [entry | {"raw_data": entry["raw_data"] | {"basename": f"{n:06}-{name}"}} for n in range(num_shards)]
-    for shard in entries:
-        (folder / shard["raw_data"]["basename"]).symlink_to(name)
+    folder.mkdir(parents=True)
+    for one in entries:
+        (folder / one["raw_data"]["basename"]).symlink_to(shard / name)
     (folder / INDEX).write_text(json.dumps({"version": 2, "shards": entries}))
 
 
