@@ -1,16 +1,22 @@
-"""Encoding on several real processes, killed and continued on another number of them, and on a real Ray."""
+"""Encoding on several real processes, killed and continued on another number of them."""
 
 import importlib.util
 import random
+import runpy
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.models import FrozenParts, load_frozen_parts
+from diffusion.preparation.config import Engine, RayConfig
+from diffusion.preparation.encoding import encode as module
 from diffusion.preparation.encoding.encode import encode
 from diffusion.preparation.encoding.models import EncodingModels
+from diffusion.preparation.engine import Workers
 from tests.tools.image_files import noise
 from tests.tools.training_runs import TrainingServer
 from tests.tools.written_data import append_prepared, prepared_sample
@@ -39,15 +45,9 @@ def parts() -> FrozenParts:
 
 
 @pytest.fixture(scope="module")
-def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dozen shards of some batches each: of real images, if there are."""
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dozen shards of some batches each."""
     root = tmp_path_factory.mktemp("prepared")
-    if request.config.getoption("--data"):
-        emoji: Path = request.getfixturevalue("data_folder") / "emoji"
-        from tests.tools.preparing import prepare
-
-        prepare([emoji / "webdataset_128"], root / "out", edges=[64, 128], shard_bytes=2**20, num_workers=1)
-        return root / "out"
     images = [noise(69, 64 + i % 5, i) for i in range(NUM_IMAGES)]
     samples = [prepared_sample("source", i, data=image) for i, image in enumerate(images)]
     append_prepared(root / "out/train/64-up", samples, per_shard=13)
@@ -147,7 +147,15 @@ def test_by_processes_of_this_machine(
     assert "--processes" in job.output
 
 
-def test_on_ray(server: TrainingServer, prepared: Path, undisturbed: Path, tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]'")
-    server.command(0, ["scripts/encode.py", *arguments(prepared, tmp_path / "out"), *RAY])
-    assert digests(tmp_path / "out") == digests(undisturbed)
+def test_on_ray_the_processes_are_actors(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def stop(*arguments: Any, **options: Any) -> None:
+        given.update(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "encode", stop)
+    monkeypatch.setattr(sys, "argv", ["encode.py", *arguments(prepared, tmp_path / "out"), *RAY])
+    with pytest.raises(KeyboardInterrupt):
+        runpy.run_path("scripts/encode.py")["main"]()
+    assert given["workers"] == Workers(engine=Engine.ray, number=2, ray=RayConfig(concurrency=2))

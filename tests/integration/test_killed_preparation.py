@@ -17,22 +17,20 @@ from tests.tools.training_runs import Job
 RAY = ["--workers", "2", "--engine", "ray"]
 WORKERS = [
     ["--workers", "1"],
-    ["--workers", "4"],
     *([RAY] if importlib.util.find_spec("ray") else []),
+    ["--workers", "4"],
     ["--workers", "2"],
 ]
 """Of one start after the other."""
 
+PARTITION_SIZE = 10
 SHARD_MB, WINDOW_MB = 0.5, 0.375
 """A dozen windows or more, in several write tasks."""
 
 
 @pytest.fixture(scope="module")
-def sources(request, tmp_path_factory) -> list[str]:
-    """Three kinds of sources, of which each is several partitions: real images, if there are."""
-    if request.config.getoption("--data"):
-        emoji = request.getfixturevalue("data_folder") / "emoji"
-        return [str(emoji / name) for name in ("folder_512", "webdataset_128", "parquet_72.parquet")]
+def sources(tmp_path_factory) -> list[str]:
+    """Three kinds of sources, of which each is several partitions."""
     root = tmp_path_factory.mktemp("sources")
     write_folder(root / "folder", 60, side=150)
     for part in range(3):
@@ -44,15 +42,10 @@ def sources(request, tmp_path_factory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def partition_size(request) -> int:
-    return 100 if request.config.getoption("--data") else 10
-
-
-@pytest.fixture(scope="module")
-def undisturbed(sources, partition_size, tmp_path_factory) -> dict[str, bytes]:
+def undisturbed(sources, tmp_path_factory) -> dict[str, bytes]:
     """All files of a preparation that was not killed."""
     out = tmp_path_factory.mktemp("undisturbed") / "out"
-    options: dict[str, Any] = {"edges": [16, 34], "partition_size": partition_size, "seed": 3}
+    options: dict[str, Any] = {"edges": [16, 34], "partition_size": PARTITION_SIZE, "seed": 3}
     prepare(sources, out, shard_bytes=round(SHARD_MB * 2**20), window_bytes=round(WINDOW_MB * 2**20), **options)
     assert len(list(out.glob("positions/*.parquet"))) > 1
     return tree(out)
@@ -73,9 +66,9 @@ def progress_of(out: Path, number: int) -> Callable[[], bool]:
     return lambda: num_finished(out) >= wanted
 
 
-def test_killed_and_continued_by_other_workers(server, sources, partition_size, undisturbed, tmp_path, kills):
+def test_killed_and_continued_by_other_workers(server, sources, undisturbed, tmp_path, kills):
     out, chance = tmp_path / "out", random.Random(kills)
-    options = ["--edges", "16", "34", "--partition-size", str(partition_size), "--seed", "3",
+    options = ["--edges", "16", "34", "--partition-size", str(PARTITION_SIZE), "--seed", "3",
                "--shard-mb", str(SHARD_MB), "--window-mb", str(WINDOW_MB)]  # fmt: skip
     command = [*sources, str(out), *options, "--quiet", "--no-report"]
 
@@ -95,8 +88,8 @@ def test_killed_and_continued_by_other_workers(server, sources, partition_size, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [*WORKERS[1:]], ids=" ".join)
-def test_workers_and_engines_are_equal_to_the_byte(server, sources, partition_size, undisturbed, tmp_path, options):
-    command = [*sources, str(tmp_path / "out"), "--edges", "16", "34", "--partition-size", str(partition_size),
+def test_workers_and_engines_are_equal_to_the_byte(server, sources, undisturbed, tmp_path, options):
+    command = [*sources, str(tmp_path / "out"), "--edges", "16", "34", "--partition-size", str(PARTITION_SIZE),
                "--seed", "3", "--shard-mb", str(SHARD_MB), "--window-mb", str(WINDOW_MB)]  # fmt: skip
     server.command(0, ["scripts/prepare.py", *command, "--quiet", "--no-report", *options])
     assert tree(tmp_path / "out") == undisturbed

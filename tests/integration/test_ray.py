@@ -104,15 +104,16 @@ def test_encoding_on_gpus(cluster, tmp_path):
         shards.Encoder = CpuEncoder  # pyright: ignore[reportAttributeAccessIssue]
         return MODELS
 
-    encode(tmp_path / "prepared", tmp_path / "ray", workers=workers_of(cluster), load=load, device="cuda", **options)
+    workers = workers_of(cluster, concurrency=1)
+    encode(tmp_path / "prepared", tmp_path / "ray", workers=workers, load=load, device="cuda", **options)
     encode(tmp_path / "prepared", tmp_path / "here", **options)
     assert digests(tmp_path / "ray") == digests(tmp_path / "here")
 
 
 def test_scorers_on_gpus(cluster, tmp_path):
-    on_gpus = scores(tmp_path / "ray", workers_of(cluster, concurrency=2), num_gpus=1)
+    on_gpus = scores(tmp_path / "ray", workers_of(cluster, concurrency=1), num_gpus=1)
     here = scores(tmp_path / "here", Workers())
-    assert gpus_of(on_gpus) in ({"0"}, {"1"}, {"0", "1"})
+    assert gpus_of(on_gpus) in ({"0"}, {"1"})
     assert [name for name in here if not name.startswith("gpus/") and here[name] != on_gpus[name]] == []
 
 
@@ -161,8 +162,8 @@ def test_errors_come_as_themselves_and_the_cluster_is_used_again(cluster):
     def environment():
         return lambda task: (os.getpid(), os.environ["CUDA_VISIBLE_DEVICES"])
 
-    assert len(set(run(asked, environment, range(20)))) == 1
-    assert {gpus for _, gpus in run(asked, environment, range(2))} == {""}
+    ((_, gpus),) = set(run(asked, environment, range(20)))
+    assert gpus == ""
 
 
 def test_actor_that_dies_of_the_same_task_again_and_again_is_one_message(cluster, monkeypatch):
