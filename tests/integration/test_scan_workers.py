@@ -1,6 +1,5 @@
-"""Scans by several workers: equal to the byte, killed and continued, of a store, within bounded memory."""
+"""Scans by several workers: equal to the byte, killed and continued, of a store."""
 
-import importlib.util
 import random
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from diffusion.errors import DataError
-from diffusion.preparation.config import Engine, PrepareConfig
+from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.engine import Workers
 from diffusion.preparation.scan import Scan, scan_sources
 from diffusion.storage import list_files, read
@@ -58,17 +57,9 @@ def undisturbed(sources, tmp_path_factory) -> dict[str, bytes]:
     return tree(out)
 
 
-def test_workers_and_engines_are_equal_to_the_byte(sources, undisturbed, tmp_path):
+def test_workers_are_equal_to_the_byte(sources, undisturbed, tmp_path):
     scan(sources, tmp_path / "two", Workers(number=2))
     assert tree(tmp_path / "two") == undisturbed
-    if importlib.util.find_spec("ray"):
-        import ray
-
-        try:
-            scan(sources, tmp_path / "ray", Workers(engine=Engine.ray, number=2))
-        finally:
-            ray.shutdown()
-        assert tree(tmp_path / "ray") == undisturbed
 
 
 def test_killed_and_continued_by_other_workers(sources, undisturbed, tmp_path, kills):
@@ -102,35 +93,3 @@ def test_scan_of_a_store_and_growth_there(sources, undisturbed, tmp_path, s3_ser
     with pytest.raises(DataError, match=r"more/0001\.png"):
         scan([*sources, str(tmp_path / "more")], out)
     assert not list_files(f"{out}/reread")
-
-
-MEASURING = """
-import resource, subprocess, sys
-subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)
-print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
-"""
-"""A process of its own between: what a program had when it became another one counts, and the tests have much."""
-
-
-def test_ten_times_as_many_images_take_no_more_memory(tmp_path):
-    images = [noise(52, 50, number) for number in range(100)]
-
-    def peak_megabytes(kind: str, count: int) -> float:
-        source = tmp_path / f"{kind}-{count}"
-        source.mkdir()
-        for part in range(count // 100):
-            if kind == "tars":
-                members = [member for i, data in enumerate(images) for member in sample(f"{i}", data, b"x")]
-                write_tar(source / f"{part}.tar", members)
-                continue
-            for i, data in enumerate(images):
-                (source / f"{part}-{i}.png").write_bytes(data)
-                (source / f"{part}-{i}.txt").write_bytes(b"x")
-        command = [sys.executable, "-c", MEASURING, sys.executable, "-c", PROGRAM, str(source)]
-        command += [str(tmp_path / f"out-{kind}-{count}"), "1"]
-        done = subprocess.run(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, check=True)
-        return int(done.stdout.splitlines()[-1]) / 1024
-
-    for kind, margin in (("tars", 4), ("folder", 16)):
-        few, many = (peak_megabytes(kind, count) for count in (300, 3000))
-        assert many - few < margin, (kind, few, many)
