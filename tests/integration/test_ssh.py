@@ -16,7 +16,7 @@ from diffusion.operations import processes
 from diffusion.operations.checks.verdicts import problem
 from diffusion.operations.events import read_events
 from tests.tools.hosts import Network, wait_until
-from tests.tools.training_runs import BIN, ROOT, environment
+from tests.tools.training_runs import BIN, ROOT, TrainingServer, environment
 
 pytestmark = pytest.mark.slow
 
@@ -159,6 +159,16 @@ def make_hosts(tmp_path: Path) -> Iterator:
         hosts.network.remove()
 
 
+def forked(folder: Path, server: TrainingServer) -> Path:
+    """A folder whose python has torchrun, its ranks and checks forked by a server."""
+    programs = folder / "bin"
+    programs.mkdir()
+    launch = " ".join(map(str, server.launcher(0)[:-1]))
+    (programs / "python").write_text(FORKED.format(launch=launch))
+    (programs / "python").chmod(0o755)
+    return programs
+
+
 def stand_in(folder: Path, *, seconds: int = 0, code: int = 1, unfit: str = "") -> Path:
     """A folder whose python is the stand-in."""
     programs = folder / "bin"
@@ -248,12 +258,7 @@ def test_of_four_hosts_one_is_cut_off_and_two_go_on(make_hosts, server, tmp_path
 
     alone, run = tmp_path / "alone", tmp_path / "four"
     server.train(1, [("tests/tools/toy.yaml", recipe(alone))])
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    launch = " ".join(map(str, server.launcher(0)[:-1]))
-    (programs / "python").write_text(FORKED.format(launch=launch))
-    (programs / "python").chmod(0o755)
-    hosts = make_hosts(programs, num_hosts=4, interval=5)
+    hosts = make_hosts(forked(tmp_path, server), num_hosts=4, interval=5)
     cut = "{path: tests.tools.toys.DisturbHost, arguments: {step: 3, host: third, what: cable}}"
     assert hosts.supervise(*recipe(run, cut)).wait(850) == 0, hosts.log.read_text()[-6000:]
 
@@ -267,10 +272,10 @@ def test_of_four_hosts_one_is_cut_off_and_two_go_on(make_hosts, server, tmp_path
 
 
 @pytest.mark.world_size(2)
-def test_a_host_that_comes_back_is_used_from_the_next_checkpoint_on(make_hosts, tmp_path):
+def test_a_host_that_comes_back_is_used_from_the_next_checkpoint_on(make_hosts, server, tmp_path):
     from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 
-    hosts, run = make_hosts(BIN, interval=5), tmp_path / "run"
+    hosts, run = make_hosts(forked(tmp_path, server), interval=5), tmp_path / "run"
     hosts.network.unplug()
     long = ["trainer.max_duration=100000ba", "trainer.save_interval=100000ba", "trainer.eval_interval=100000ba"]
     overrides = [f"output_folder={run}", "samples.prompts=[]", *long]

@@ -5,25 +5,21 @@ import json
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.errors import MachineError
 from diffusion.files import open_lock
+from diffusion.operations.heartbeats import HeartbeatRecord, read_heartbeats
 from diffusion.sweeps import Point, run_points
-from tests.tools.training_runs import ROOT, environment
 
 pytestmark = pytest.mark.slow
 
-LIMIT = 900.0
 SHORT = [
     "trainer.max_duration=3ba",
     "trainer.save_interval=3ba",
@@ -47,42 +43,38 @@ def starts(folder: Path) -> dict[str, int]:
     }
 
 
-def wait_for(ready) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not ready():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def test_a_killed_sweep_continues_and_repeats_nothing(tmp_path):
+def test_a_killed_sweep_continues_and_repeats_nothing(server, tmp_path):
     (tmp_path / "three.yaml").write_text(SWEEP)
-    command = [sys.executable, "scripts/sweep.py", str(tmp_path / "three.yaml"), "--out", str(tmp_path / "out"), *SHORT]
-    folder = tmp_path / "out" / "three"
-    options = {"cwd": ROOT, "env": environment()}
+    folder, python = tmp_path / "out" / "three", str(server.programs(tmp_path / "bin") / "python")
+    command = ["scripts/sweep.py", str(tmp_path / "three.yaml"), "--out", str(tmp_path / "out"), "--launcher", python]
+    command += SHORT
 
-    sweep = subprocess.Popen(command, **options)
-    children: list[psutil.Process] = []
+    def begun() -> list[HeartbeatRecord]:
+        """The heartbeat of the point that is not finished."""
+        return [
+            heartbeat
+            for beats in folder.glob("*/heartbeats")
+            if not (beats.parent / "finished.json").exists()
+            for heartbeat in read_heartbeats(beats)
+        ]
 
-    def is_at_the_second_point() -> bool:
-        children[:] = psutil.Process(sweep.pid).children()
-        return len(list(folder.glob("*/finished.json"))) >= 1 and bool(children)
-
-    wait_for(is_at_the_second_point)
+    sweep = server.start(0, command)
+    sweep.wait_for(lambda: bool(list(folder.glob("*/finished.json"))) and bool(begun()))
     sweep.kill()
-    with suppress(psutil.NoSuchProcess):  # It may have come to its end.
-        children[0].kill()
-    sweep.wait()
+    for heartbeat in begun():
+        with suppress(ProcessLookupError):  # It may have come to its end.
+            os.kill(heartbeat.pid, signal.SIGKILL)
     done = {path.parent.name for path in folder.glob("*/finished.json")}
     assert 1 <= len(done) < 3
 
-    again = subprocess.run(command, **options, capture_output=True, text=True, check=True).stdout
+    again = server.command(0, command).output
     assert len(list(folder.glob("*/finished.json"))) == 3
     counted = starts(folder)
     assert len(counted) == 3 and all(counted[name] == 1 for name in done)
     assert sum(counted.values()) <= 4, "only the killed point is started twice"
     for name in counted:
         assert series(read_metrics(folder / name / "metrics.jsonl"), TRAIN_LOSS)[0] == [0, 1, 2]
-    subprocess.run(command, **options, check=True)
+    server.command(0, command)
     assert starts(folder) == counted
 
     rows = list(csv.DictReader((folder / "points.csv").open()))
