@@ -1,5 +1,6 @@
 """What Inductor makes of the networks' blocks with the shipped options can be compiled for GPUs."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,12 +19,14 @@ from tests.tools.inductor_aot import Graph, lowering_for_gpu
 from tests.tools.triton_aot import ARCHITECTURES
 
 BATCH, EDGE = 4, 32
+ARCH = 90
+"""Where one is enough."""
 
 
-def unet(architecture: Architecture, compilation: Compilation = Compilation.auto) -> Any:
+def unet(architecture: Architecture, compilation: Compilation = Compilation.auto, **network: Any) -> Any:
     """A U-Net as it is trained on a GPU, without weights."""
     with torch.device("meta"):
-        unet = build_network(ModelConfig(architecture=architecture))
+        unet = build_network(ModelConfig(architecture=architecture, network=network))
     use_low_precision_norms(unet)
     fast.apply(unet, PerformanceConfig(compilation=compilation), Device.gpu)
     return unet
@@ -64,14 +67,15 @@ def check(graphs: list[Graph], *, architectures: Sequence[int] = ARCHITECTURES, 
     assert [graph.is_backward for graph in graphs] == [False, True]
     for graph in graphs:
         for arch in architectures:
-            kernels = graph.kernels(arch, every_tiling=every_tiling)
+            kernels = graph.kernels(arch, every_tiling=every_tiling and arch == ARCH)
             assert kernels
             assert sum(kernel.num_spilled for kernel in kernels) == 0
 
 
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="of the newest stack; the other one has a test of every tiling")
 def test_blocks_compile_in_bf16():
     for module, inputs in blocks(Architecture.stable_diffusion_2):
-        check(lower(module, inputs, torch.bfloat16))
+        check(lower(module, inputs, torch.bfloat16), architectures=(ARCH,))
 
 
 def transformer_block() -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -98,7 +102,7 @@ def test_a_block_of_a_transformer_compiles_in_bf16():
     with lowering_for_gpu() as graphs, torch.autocast("cpu", torch.bfloat16):
         output = block(**inputs)
         output.backward(torch.empty_like(output))
-    check(graphs)
+    check(graphs, architectures=(ARCH,))
 
 
 @pytest.mark.slow
@@ -113,11 +117,13 @@ def test_blocks_compile_with_every_tiling(architecture, dtype):
 
 @pytest.mark.slow
 def test_a_whole_unet_compiles():
-    module = unet(Architecture.tiny, Compilation.unet)
+    """Of one level, with attention to the caption between down and up: other blocks have tests of their own."""
+    kinds = {"down_block_types": ["DownBlock2D"], "up_block_types": ["UpBlock2D"]}
+    module = unet(Architecture.tiny, Compilation.unet, block_out_channels=[64], attention_head_dim=[2], **kinds)
     text = torch.empty(BATCH, 77, module.config["cross_attention_dim"])
     inputs = {"sample": torch.empty(BATCH, 4, 16, 16), "timestep": torch.empty(BATCH), "encoder_hidden_states": text}
     module.to_empty(device="cpu").train()
     with lowering_for_gpu() as graphs, torch.autocast("cpu", torch.bfloat16):
         output = module(**inputs).sample
         output.backward(torch.empty_like(output))
-    check(graphs, architectures=(90,))
+    check(graphs, architectures=(ARCH,))
