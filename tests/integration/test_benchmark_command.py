@@ -14,7 +14,7 @@ from tests.tools.training_runs import ROOT, environment
 
 pytestmark = pytest.mark.slow
 
-PARTS = ("step", "load", "open", "prepare")
+PARTS = ("step", "open", "prepare")
 CPU = ["--quick", "--device", "cpu"]
 
 
@@ -33,10 +33,9 @@ def test_parts(tmp_path):
     assert [line["error"] for line in lines.values() if "error" in line] == []
     assert all(f"{name}: " in printed for name in lines)
     measured = {name: line["result"] for name, line in lines.items()}
-    for name in ("load latents", "load images", "prepare"):
-        ratios = [value for key, value in measured[name].items() if key.startswith("ratio")]
-        assert ratios
-        assert all(0 < ratio < 100 for ratio in ratios), (name, ratios)
+    ratios = [value for key, value in measured["prepare"].items() if key.startswith("ratio")]
+    assert ratios
+    assert all(0 < ratio < 100 for ratio in ratios), ratios
     assert measured["open/40"]["requests"] > measured["open/1"]["requests"] > 1
     speed = measured["trainer/32/2"]
     assert speed["images_per_second"] == pytest.approx(2 / speed["seconds"])
