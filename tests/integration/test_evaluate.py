@@ -50,10 +50,10 @@ def all_protocols(root, models):
 
 @pytest.fixture(scope="module")
 def outputs(server, root):
-    """The same evaluation on one rank and on two."""
+    """The same evaluation on one rank and, with one guidance scale, on two."""
     folders = {ranks: root / f"on-{ranks}" for ranks in (1, 2)}
     for ranks, folder in folders.items():
-        model = (f"model={root / 'run'}", "weights=[raw, ema]")
+        model = (f"model={root / 'run'}", "weights=[raw, ema]", f"guidance_scales={[1.0, 3.0][ranks - 1 :]}")
         evaluate_on(server, ranks, overrides(root, folder, *model, *all_protocols(root, root)))
     return folders
 
@@ -69,15 +69,15 @@ def modification_times(folder, pattern):
 @pytest.mark.world_size(2)
 def test_images_and_numbers_are_the_same_on_one_rank_and_on_two(outputs):
     first, second = (images(outputs[ranks]) for ranks in (1, 2))
-    assert len(first) == 2 * 2 * NUM_IMAGES
-    assert first == second
+    assert (len(first), len(second)) == (2 * 2 * NUM_IMAGES, 2 * NUM_IMAGES)
+    assert second.items() <= first.items()
     assert len(set(first.values())) > NUM_IMAGES
     one, two = (numbers(outputs[ranks]) for ranks in (1, 2))
     assert set(one) == {f"ep0-ba4-{weights}-cfg{scale}" for weights in ("raw", "ema") for scale in (1, 3)}
     for name, values in one.items():
         assert {"frechet_random-4", "kernel_random-4", "clip_fid", "cmmd", "clip_score", "compositional"} <= set(values)
         assert {"hpsv3", "hpsv3/Counting", "dpg", "soft_tifa_am", "soft_tifa_gm"} <= set(values)
-        assert two[name] == pytest.approx(values, abs=1e-6, rel=1e-6)
+        assert name not in two or two[name] == pytest.approx(values, abs=1e-6, rel=1e-6)
 
 
 def test_numbers_stand_beside_their_protocols(outputs):
@@ -197,9 +197,9 @@ def test_a_modified_protocol_is_reported(outputs, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.world_size(2)
-def test_memory_at_the_shipped_protocol(server, tmp_path):
-    """30,000 images and as many of the reference, 2,048 features: 0.49 GB of features; twice 58.6 GiB by batches."""
+def test_memory_for_as_many_features_as_in_the_shipped_protocol(server, tmp_path):
+    """10,000 images and as many of the reference, 2,048 features: 0.16 GB of features; twice 6.5 GiB by batches."""
     server.command(2, ["tests/tools/wide_features.py", str(tmp_path / "found.json")])
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["distance"] == pytest.approx(0.0, abs=1e-6)
-    assert found["bytes"] < 2 * 2**30
+    assert found["bytes"] < 2**30, found

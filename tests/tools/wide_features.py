@@ -1,4 +1,4 @@
-"""Ranks extract features of the shipped protocol's size and compare them: `wide_features.py OUT` writes the memory."""
+"""Ranks extract features of the shipped protocol's width and compare them: `wide_features.py OUT` writes the memory."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ from diffusion.evaluation.images import Images
 from diffusion.evaluation.statistics import frechet_distance
 from verification.simulate_start import peak_memory
 
-NUM_IMAGES, WIDTH = 30_000, 2048
+NUM_IMAGES, WIDTH = 10_000, 2048
 
 
 class Wide:
