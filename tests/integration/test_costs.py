@@ -8,8 +8,6 @@ from composer.utils import dist
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics
 from diffusion.callbacks.monitoring import CostMeter
-from diffusion.config.loading import load_config
-from diffusion.errors import ConfigurationError
 from diffusion.operations.costs import (
     BUDGET,
     COSTS,
@@ -100,14 +98,6 @@ def test_a_row_that_was_cut_off_is_left_out_and_the_next_start_has_its_own(tmp_p
     file.write(start(HOUR, training=3.0))
     file.close()
     assert [row.seconds["training"] / HOUR for row in read_costs(tmp_path)] == [2.0, 3.0]
-
-
-def test_a_limit_in_dollars_needs_a_price():
-    from diffusion.config.checks import check
-
-    config = load_config("tests/tools/toy.yaml", ["output_folder=x", "operations.max_dollars=10"])
-    with pytest.raises(ConfigurationError, match=r"plan\.price_per_gpu_hour"):
-        check(config, world_size=1, side_factor=8)
 
 
 class SpendAfter(Callback):

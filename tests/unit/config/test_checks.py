@@ -220,6 +220,10 @@ def test_legal_combinations(configuration, overrides):
             ["measured on data.streams"],
         ),
         (["model.lora={rank: 4}"], 1, ["model.lora", "init_from.checkpoint"]),
+        (["model.lora={rank: 0, alpha: 0.0}"], 1, ["model.lora.rank is 0", "model.lora.alpha is 0.0"]),
+        (["model.text_encoder={path: folder, chunks: 2}"], 1, ["model.text_encoder.chunks is 2"]),
+        (["model.text_adapter.width=64"], 1, ["model.text_adapter.width is 64"]),
+        (["model={architecture: tiny_xl, text_encoder: {chunks: 2}}"], 1, ["model.text_encoder is set"]),
         (["samples.scores={aesthetic: 7.0}"], 1, ["samples.scores has aesthetic"]),
         (["model.score_conditioning={columns: []}"], 1, ["model.score_conditioning.columns is []"]),
         (

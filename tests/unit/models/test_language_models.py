@@ -1,7 +1,6 @@
 """Language models as text encoders: masks, widths, adapters, and exports that diffusers loads."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +9,6 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 from transformers import AutoModel, Qwen3Model, T5EncoderModel
 
-from diffusion.config.checks import check
-from diffusion.config.loading import load_config
 from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, TextAdapterConfig, TextEncoderConfig
 from diffusion.config.schema import Config
 from diffusion.datasets.batch import BatchKey
@@ -177,16 +174,3 @@ def test_a_folder_that_is_no_language_model(folders, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "unknown", "auto_map": {"AutoConfig": "code.C"}}))
     with pytest.raises(ConfigurationError, match=r"model\.text_encoder\.path="):
         build(config_of(str(tmp_path), Architecture.tiny))
-
-
-def test_combinations_that_are_not_possible():
-    tiny = "yamls/tiny/phase1.yaml"
-    needed = ["data.local=data", "validation.local=data"]
-    for overrides, key in (
-        (["model.text_encoder.path=folder", "model.text_encoder.chunks=2"], r"model\.text_encoder\.chunks is 2"),
-        (["model.text_adapter.width=64"], r"model\.text_adapter\.width is 64"),
-        (["model.architecture=tiny_xl", "model.text_encoder.chunks=2"], r"model\.text_encoder is set"),
-    ):
-        with pytest.raises(ConfigurationError, match=key):
-            check(load_config(tiny, [*needed, *overrides]), world_size=1)
-    assert load_config(Path("yamls/tiny/long_captions.yaml"), needed).model.text_encoder.chunks == 4

@@ -2,8 +2,6 @@ import pytest
 import torch
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 
-from diffusion.config.checks import check
-from diffusion.config.loading import load_config
 from diffusion.config.model import Architecture, LoraConfig, ModelConfig
 from diffusion.errors import ConfigurationError
 from diffusion.models.architectures import build_network
@@ -84,16 +82,6 @@ def test_diffusers_loads_the_matrices(tmp_path):
     options = {"weight_name": "pytorch_lora_weights.safetensors", "prefix": "unet", "local_files_only": True}
     other.load_lora_adapter(str(tmp_path), **options)
     assert (predict(other) - predict(unet)).abs().max() < 1e-5
-
-
-def test_an_impossible_configuration_is_rejected():
-    config = load_config("tests/tools/toy.yaml", ["model.lora={rank: 0, alpha: 0.0}"])
-    with pytest.raises(ConfigurationError) as raised:
-        check(config, world_size=1)
-    for key in ("model.lora.rank", "model.lora.alpha"):
-        assert key in str(raised.value)
-    with pytest.raises(ConfigurationError, match=r"model\.lora .*init_from"):
-        check(load_config("tests/tools/toy.yaml", ["model.lora={rank: 1}"]), world_size=1)
 
 
 def test_a_layer_that_is_not_there_is_named():
