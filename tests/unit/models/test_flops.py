@@ -45,7 +45,6 @@ def counted(network, height, width, num_tokens, adapter=None):
 
 
 CASES = {
-    "sd2 256": (Architecture.stable_diffusion_2, {}, (32, 32), 77),
     "sd2 bucket": (Architecture.stable_diffusion_2, {}, (48, 80), 77),
     "tiny": (Architecture.tiny, {}, (8, 8), 24),
     "odd sizes": (Architecture.tiny, SMALL, (9, 14), 5),
@@ -58,7 +57,7 @@ CASES = {
     ),
     "transformer": (Architecture.transformer_s, {}, (32, 48), 77),
     "tiny transformer": (Architecture.tiny_transformer, {"depth": 2, "mlp_ratio": 2.5}, (8, 6), 24),
-    "sdxl bucket": (Architecture.stable_diffusion_xl, {}, (24, 36), 77),
+    "tiny sdxl": (Architecture.tiny_xl, {}, (24, 36), 24),
 }
 
 

@@ -34,9 +34,13 @@ def loss_of(network: nn.Module, seed: int = 0) -> Tensor:
     return F.mse_loss(prediction, noised)
 
 
-@pytest.mark.parametrize("attention", [AttentionBackend.auto, AttentionBackend.math])
 @pytest.mark.parametrize(
-    ("what", "is_checkpointed"), [(Compilation.unet, False), (Compilation.blocks, False), (Compilation.blocks, True)]
+    ("what", "attention", "is_checkpointed"),
+    [
+        (Compilation.unet, AttentionBackend.math, False),
+        (Compilation.blocks, AttentionBackend.auto, False),
+        (Compilation.blocks, AttentionBackend.math, True),
+    ],
 )
 def test_one_graph_with_the_gradients_of_the_plain_transformer(traced, what, attention, is_checkpointed):
     plain, ours = build(), build(PerformanceConfig(compilation=what, attention=attention))
