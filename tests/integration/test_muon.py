@@ -1,16 +1,21 @@
-"""Muon and WSD in runs: the same on any number of ranks, and on another number after a resumption."""
+"""Muon, WSD and clipping in runs: the same on any number of ranks, and on another number after a resumption."""
 
 import pytest
 import torch
 
 from diffusion.callbacks.metrics_file import read_metrics, series
+from diffusion.callbacks.step import GRADIENT_NORM
 
 RUNS = {"one": (1, "ddp"), "sharded": (2, "fsdp"), "replicated": (2, "ddp")}
+MAX_NORM = 0.05
 HALF = ("trainer.max_duration=2ba", "schedule.decay=constant")
 
 
 def options(folder, parallelism, *more):
-    recorder = f"{{path: tests.tools.toys.RecordWeights, arguments: {{folder: {folder}-weights}}}}"
+    recorders = [
+        f"{{path: tests.tools.toys.RecordGradients, arguments: {{path: {folder}-gradients.pt}}}}",
+        f"{{path: tests.tools.toys.RecordWeights, arguments: {{folder: {folder}-weights}}}}",
+    ]
     return "tests/tools/toy.yaml", [
         f"output_folder={folder}",
         f"trainer.parallelism={parallelism}",
@@ -19,9 +24,9 @@ def options(folder, parallelism, *more):
         "schedule={warmup: 1ba, decay: wsd, cooldown: 2ba}",
         "algorithms.ema.start=1ba",
         "optimizer.name=muon",
-        "optimizer.max_grad_norm=0.05",
+        f"optimizer.max_grad_norm={MAX_NORM}",
         "samples.prompts=[]",
-        f"plugins.callbacks=[{recorder}]",
+        f"plugins.callbacks=[{', '.join(recorders)}]",
         *more,
     ]
 
@@ -45,6 +50,19 @@ def test_equal_over_ranks_and_resumptions(runs, name):
         assert others
         for key, weight in others.items():
             torch.testing.assert_close(weights[key], weight, rtol=1e-5, atol=1e-5, msg=key)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("name", ["sharded", "replicated"])
+def test_gradients_are_clipped_alike(runs, name):
+    steps, norms = series(read_metrics(runs / name / "metrics.jsonl"), GRADIENT_NORM)
+    expected_steps, expected = series(read_metrics(runs / "one" / "metrics.jsonl"), GRADIENT_NORM)
+    assert steps == expected_steps == [1, 2, 3, 4], "logged at the end of each step"
+    assert min(expected) > MAX_NORM, "every step is clipped"
+    assert norms == pytest.approx(expected, rel=1e-6)
+    for one in (name, "one"):
+        gradients = torch.load(runs / f"{one}-gradients.pt")
+        assert torch.cat([part.flatten() for part in gradients.values()]).norm().item() == pytest.approx(MAX_NORM, 1e-4)
 
 
 @pytest.mark.world_size(2)
