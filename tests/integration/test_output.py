@@ -83,7 +83,7 @@ def test_a_killed_one_is_forgotten(out, held):
 
 def test_one_of_many_that_begin_at_the_same_time(tmp_path, monkeypatch):
     monkeypatch.setattr(output, "lock", unsupported)
-    monkeypatch.setattr(output, "_SETTLING_SECONDS", 10.0)
+    monkeypatch.setattr(output, "_SETTLING_SECONDS", 5.0)
     winners, start, end, out = FORK.Value("i", 0), FORK.Barrier(6), FORK.Barrier(6), str(tmp_path / "out")
 
     def compete():

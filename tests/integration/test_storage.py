@@ -194,7 +194,7 @@ class TestS3:
         proxy.requests.clear()
         proxy.fault = lambda name, count: fault if name == "a" and count == 1 else None
         digest = ("xxh64", hash_file(tmp_path / "source", "xxh64"))
-        storage.download("s3://tests/passing/a", tmp_path / "copy", digest=digest, access=Access(timeout=15.0))
+        storage.download("s3://tests/passing/a", tmp_path / "copy", digest=digest, access=Access(timeout=6.0))
         assert (tmp_path / "copy").read_bytes() == content
         assert proxy.requests["a"] == 2
 

@@ -112,7 +112,7 @@ def test_a_launcher_has_time_to_end_the_ranks_of_other_machines_when_those_of_th
 
 
 def test_slow_data_is_reported_and_waited_for(tmp_path):
-    supervisor = supervisor_of(tmp_path, [{**WAITS, "phase": "data"}, FINISHES], hang_floor=2, data_timeout=12)
+    supervisor = supervisor_of(tmp_path, [{**WAITS, "phase": "data"}, FINISHES], hang_floor=2, data_timeout=6)
     assert supervisor.run() == 0
     assert names(tmp_path) == ["started", "slow_data", "hang", "ended", "started", "finished"]
 

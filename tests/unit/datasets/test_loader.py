@@ -216,7 +216,7 @@ def test_an_error_in_a_worker_arrives_without_its_traceback(tmp_path: Path) -> N
 
 def test_a_worker_that_gives_nothing_ends_the_run(tmp_path: Path) -> None:
     def never(captions: list[str]) -> np.ndarray:
-        time.sleep(8)
+        time.sleep(4)
         return tokenize(captions)
 
     root = write_prepared(tmp_path, {"a": 8})
