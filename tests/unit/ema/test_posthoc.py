@@ -1,7 +1,6 @@
 """Averages of any width from files, against the same average tracked directly, on a trajectory of weights."""
 
-import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -71,21 +70,19 @@ def test_an_average_can_end_at_any_stored_step(trajectories):
     assert deviation(load_file(path)["unet.w"], stored) < 1e-6
 
 
-def test_the_command(trajectories):
+def test_the_command(trajectories, monkeypatch, capsys):
     run, _ = trajectories["fp32"]
-    command = [sys.executable, "scripts/reconstruct_ema.py", str(run), "--width", "0.09", "0.07"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    main = runpy.run_path(str(ROOT / "scripts" / "reconstruct_ema.py"))["main"]
+    monkeypatch.setattr(sys, "argv", ["reconstruct_ema.py", str(run), "--width", "0.09", "0.07"])
+    main()
+    lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == [
         str(run / "reconstructed" / f"step-002000-width-{width}.safetensors") for width in (0.09, 0.07)
     ]
     assert "40 averages" in lines[0]
-    command[-2:] = ["0.3"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 2
-    assert "ConfigurationError" in done.stderr
+    monkeypatch.setattr(sys, "argv", ["reconstruct_ema.py", str(run), "--width", "0.3"])
+    with pytest.raises(ConfigurationError):
+        main()
 
 
 def test_what_cannot_be_reconstructed_is_told(tmp_path):
