@@ -15,6 +15,7 @@ from diffusion.config.loading import load_config
 from diffusion.config.training import Device
 from diffusion.models.pretrained import load_pretrained
 from diffusion.train import build_training_model
+from tests.tools.runs import signal_at
 
 
 def weights_and_moments(run: Path) -> dict[str, Tensor]:
@@ -53,8 +54,7 @@ def test_killed_and_resumed_it_has_the_same_weights_and_moments_to_the_bit(serve
     runs = {name: tmp_path / name for name in ("whole", "killed", "alone")}
     plan = {name: [*common, f"output_folder={run}"] for name, run in runs.items()}
     server.train(2, [(yaml, plan["whole"])])
-    kill = "plugins.callbacks=[{path: tests.tools.toys.SignalAt, arguments: {step: 4, number: 9}}]"
-    assert -signal.SIGKILL in server.run(2, [(yaml, [*plan["killed"], kill])]).codes
+    assert -signal.SIGKILL in server.run(2, [(yaml, [*plan["killed"], signal_at(4)])]).codes
     at_3 = weights_and_moments(runs["killed"])
     server.train(2, [(yaml, plan["killed"])])
     server.train(1, [(yaml, plan["alone"])])

@@ -14,7 +14,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 import diffusion.export
-from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.find import find_checkpoints, resolve_checkpoint
 from diffusion.checkpointing.read import StoredState, read_weights
 from diffusion.config.loading import load_config
@@ -27,6 +26,7 @@ from diffusion.models.architectures import TINY, build_vae
 from diffusion.models.autoencoder import save_autoencoder
 from diffusion.models.sampling import initial_latents
 from diffusion.planning.plan import plan_run
+from tests.tools.runs import losses
 from tests.tools.training_runs import Run
 
 TOY = "tests/tools/toy.yaml"
@@ -38,10 +38,6 @@ STILL += ["samples.prompts=[]"]
 
 def newest(run: Path) -> Path:
     return resolve_checkpoint(str(run))
-
-
-def losses(run: Path) -> list[float]:
-    return series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)[1]
 
 
 def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:

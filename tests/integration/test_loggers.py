@@ -16,13 +16,10 @@ from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of
 from diffusion.distributed import PREEMPTED_EXIT_CODE
 from tests.tools.logged_points import tensorboard_points, wandb_rows
+from tests.tools.runs import signal_at
 
 NUM_STEPS = 16
 KILLED_AT = 9
-
-
-def signal_at(step: int, number: int) -> str:
-    return f"plugins.callbacks=[{{path: tests.tools.toys.SignalAt, arguments: {{step: {step}, number: {number}}}}}]"
 
 
 @pytest.fixture(scope="module")

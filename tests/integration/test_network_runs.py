@@ -9,7 +9,6 @@ import yaml
 from diffusers import DiffusionPipeline
 from torch import Tensor
 
-from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.read import read_weights
 from diffusion.config.loading import load_config
@@ -19,6 +18,7 @@ from diffusion.export import export
 from diffusion.loading import load_model
 from diffusion.models.sampling import initial_latents
 from diffusion.planning.plan import plan_run
+from tests.tools.runs import losses
 from tests.tools.training_runs import SMALL_TRANSFORMER, Run
 
 pytestmark = pytest.mark.slow
@@ -71,10 +71,6 @@ def runs(server, tmp_path_factory) -> dict[tuple[str, str], Path]:
     server.train(2, [*sharded, *(run(kind, "fsdp-2", WHOLE, RECOMPUTED) for kind in KINDS)])
     server.train(1, [run(kind, way, WHOLE) for kind in KINDS for way in ("resized", "lora-ddp-1")])
     return folders
-
-
-def losses(run: Path) -> list[float]:
-    return series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)[1]
 
 
 def weights_of(run: Path, weights: str = "raw") -> dict[str, Tensor]:

@@ -9,15 +9,14 @@ import pytest
 import torch
 
 from diffusion import storage
-from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing import remote
 from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of
-from diffusion.checkpointing.read import StoredState
 from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.ema.posthoc import STORED, fetch_averages, reconstruct
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.loading import load_config_of, load_model
+from tests.tools.runs import assert_equal, losses, signal_at, state_of
 from tests.tools.s3_server import S3Server, object_file, s3_process, s3_server
 
 __all__ = ["s3_process", "s3_server"]
@@ -57,23 +56,6 @@ def steps(url: str) -> list[int]:
     return [batch_of(Path(found.name)) for found in present if found.is_complete]
 
 
-def final_state(checkpoint: Path) -> dict[str, object]:
-    wanted = ("state.model.", "state.optimizers.", "state.callbacks.LateStartEMA.")
-    return {key: value for key, value in StoredState(checkpoint).read_below("").items() if key.startswith(wanted)}
-
-
-def is_equal(one: object, other: object) -> bool:
-    return (
-        torch.equal(one, other) if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) else one == other
-    )
-
-
-def losses(run: Path) -> list[float]:
-    found, values = series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)
-    assert found == list(range(len(found))), "a step is missing or doubled"
-    return values
-
-
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("form", FORMS)
@@ -88,17 +70,14 @@ def test_the_same_checkpoints_as_in_a_folder_and_the_same_ones_stay(
     assert not (run / "checkpoints").exists()
     newest = resolve_checkpoint(str(reference[form] / "checkpoints"))
     assert newest is not None
-    expected, found = final_state(newest), final_state(resolve_checkpoint(url))
-    assert expected.keys() == found.keys()
-    assert [key for key in expected if not is_equal(expected[key], found[key])] == []
+    assert_equal(state_of(newest), state_of(resolve_checkpoint(url)))
     assert resolve_checkpoint(str(run)) == resolve_checkpoint(url)
 
 
 @pytest.mark.world_size(2)
 def test_a_killed_run_continues_at_another_number_of_ranks(server, reference, tmp_path, url):
     run = tmp_path / "run"
-    kill = "plugins.callbacks=[{path: tests.tools.toys.SignalAt, arguments: {step: 5, number: 9}}]"
-    job = server.run(2, [options(run, "fsdp", url, kill)])
+    job = server.run(2, [options(run, "fsdp", url, signal_at(5))])
     assert -9 in job.codes
     assert steps(url) == [2, 4]
     server.train(1, [options(run, "fsdp", url, "trainer.async_checkpoints=true")])
@@ -230,8 +209,7 @@ def test_a_store_that_is_gone_ends_the_run_and_nothing_is_lost(
     assert "Traceback" not in job.output
     s3_server.start()
     assert steps(url) == [2]
-    kill = "plugins.callbacks=[{path: tests.tools.toys.SignalAt, arguments: {step: 4, number: 9}}]"
-    assert server.run(1, [options(run, "fsdp", url, kill)]).codes == [-9]
+    assert server.run(1, [options(run, "fsdp", url, signal_at(4))]).codes == [-9]
     assert steps(url) == [2, 4]
     server.train(1, [options(run, "fsdp", url)])
     assert losses(run) == pytest.approx(losses(reference["fsdp"]), rel=1e-5)

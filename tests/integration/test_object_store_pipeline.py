@@ -14,6 +14,7 @@ from diffusion.preparation.encoding.encode import encode
 from diffusion.preparation.encoding.models import EncodingModels
 from tests.tools.image_files import tree
 from tests.tools.preparing import prepare
+from tests.tools.runs import signal_at
 from tests.tools.s3_server import S3Server, s3_process, s3_server
 from tests.tools.training_runs import SMALL_UNET, Run
 
@@ -36,7 +37,6 @@ OPTIONS = [
     "validation.num_samples=8",
 ]
 SECTIONS = [("data", "train"), ("validation", "validation")]
-KILL = "plugins.callbacks=[{path: tests.tools.toys.SignalAt, arguments: {step: 3, number: 9}}]"
 
 
 def upload(folder: Path, url: str) -> None:
@@ -78,7 +78,7 @@ def test_from_images_in_a_store_to_checkpoints_in_one(server, s3_server: S3Serve
 
     from_disk = [f"{section}.local={tmp_path / 'latents' / split}" for section, split in SECTIONS]
     server.train(1, [run("disk", *from_disk)])
-    assert server.run(1, [in_store("killed", KILL)]).codes == [-9]
+    assert server.run(1, [in_store("killed", signal_at(3))]).codes == [-9]
     server.train(1, [in_store("continued")])
     steps, expected = losses(tmp_path / "disk")
     assert steps == list(range(STEPS))

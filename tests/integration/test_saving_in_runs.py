@@ -8,6 +8,7 @@ import pytest
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.find import find_checkpoints, find_damage
 from diffusion.checkpointing.layout import batch_of, list_checkpoints
+from tests.tools.runs import signal_at
 
 pytestmark = pytest.mark.slow
 
@@ -22,9 +23,8 @@ def options(run: Path, form: str, *more: str) -> tuple[str, list[str]]:
 @pytest.mark.parametrize("form", FORMS)
 def test_checkpoints_of_earlier_starts_are_removed_too(server, tmp_path, form):
     run = tmp_path / "run"
-    plugin = "plugins.callbacks=[{path: tests.tools.toys.SignalAt, arguments: {step: 6, number: 9}}]"
     keep = ["trainer.max_duration=9ba", "trainer.save_interval=1ba", "trainer.keep_every=4ba"]
-    server.run(1, [options(run, form, *keep, plugin)])
+    server.run(1, [options(run, form, *keep, signal_at(6))])
     assert [batch_of(path) for path in find_checkpoints(run / "checkpoints")] == [1, 2, 3, 4, 5, 6]
     server.train(1, [options(run, form, *keep, "trainer.keep_checkpoints=2")])
     assert [batch_of(path) for path in find_checkpoints(run / "checkpoints")] == [4, 8, 9]

@@ -14,6 +14,7 @@ import pytest
 from diffusion.operations import processes
 from tests.tools.forking import free_port
 from tests.tools.hosts import Network, wait_until
+from tests.tools.runs import signal_at
 from tests.tools.training_runs import ROOT, environment
 
 pytestmark = pytest.mark.slow
@@ -199,8 +200,7 @@ def test_a_run_that_gets_a_signal_is_saved_queued_again_and_continued(server, cl
     from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 
     run, log = tmp_path / "run", tmp_path / "log.txt"
-    request = "plugins.callbacks=[{path: tests.tools.toys.SignalAt, arguments: {step: 3, number: 10, rank: 1}}]"
-    overrides = [f"output_folder={run}", "samples.prompts=[]", request]
+    overrides = [f"output_folder={run}", "samples.prompts=[]", signal_at(3, 10, rank=1)]
     python = str(server.programs(tmp_path / "bin") / "python")
     number = cluster.submit(log, ["tests/tools/toy.yaml", *overrides], PYTHON=python)
     known = cluster.wait_for(number, log)

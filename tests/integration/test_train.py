@@ -4,19 +4,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+from diffusion.callbacks.metrics_file import read_metrics, series
 from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.read import read_config, read_weights
 from diffusion.config.model import Weights
 from diffusion.loading import load_model
+from tests.tools.runs import losses
 
 TOY = "tests/tools/toy.yaml"
-
-
-def losses(run: Path) -> list[float]:
-    steps, values = series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)
-    assert steps == list(range(len(steps))), "a step is missing or doubled"
-    return values
 
 
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

@@ -1,0 +1,42 @@
+"""What tests ask of runs: a signal at a step, and afterwards their losses and the states in their checkpoints."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+from diffusion.checkpointing.read import StoredState
+
+_STATE = ("state.model.", "state.optimizers.", "state.schedulers.", "state.callbacks.LateStartEMA.")
+
+
+def signal_at(step: int, number: int = 9, rank: int = 0) -> str:
+    """Override: a rank gets a signal when a step begins."""
+    arguments = f"{{step: {step}, number: {int(number)}, rank: {rank}}}"
+    return f"plugins.callbacks=[{{path: tests.tools.toys.SignalAt, arguments: {arguments}}}]"
+
+
+def losses(run: Path) -> list[float]:
+    """Training loss of each step."""
+    steps, values = series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)
+    assert steps == list(range(len(steps))), "a step is missing or doubled"
+    return values
+
+
+def state_of(checkpoint: Path) -> dict[str, Any]:
+    """Model, optimizer, schedule and averages in a checkpoint."""
+    return {name: value for name, value in StoredState(checkpoint).read_below("").items() if name.startswith(_STATE)}
+
+
+def assert_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """Assert that two states are equal to the bit."""
+    assert one.keys() == other.keys()
+    assert [name for name, value in one.items() if not _is_equal(value, other[name])] == []
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return one == other
