@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,18 +19,14 @@ from diffusion.checkpointing.layout import batch_of
 from diffusion.distributed import PREEMPTED_EXIT_CODE
 from diffusion.errors import PreemptedError
 from diffusion.launch import run_command
-from tests.tools.training_runs import BIN, ROOT, environment, launcher_environment
+from tests.tools.runs import signal_at
+from tests.tools.training_runs import BIN, ROOT, launcher_environment
 
 COMMON = ["trainer.save_interval=100ba", "samples.prompts=[]"]
 
 
 def options(run: Path, *more: str) -> list[str]:
     return [f"output_folder={run}", *COMMON, *more]
-
-
-def signal_at(step: int, number: int, rank: int) -> str:
-    arguments = f"{{step: {step}, number: {int(number)}, rank: {rank}}}"
-    return f"plugins.callbacks=[{{path: tests.tools.toys.SignalAt, arguments: {arguments}}}]"
 
 
 @pytest.mark.world_size(2)
@@ -102,20 +97,25 @@ def test_under_the_launcher_all_ranks_are_told_and_the_code_passes(tmp_path):
 
 
 WORKING = """
-import atexit, time
+import atexit, multiprocessing.util, time
 from torch.utils.data import DataLoader
 from diffusion.callbacks.preemption import end_workers
+atexit._clear()  # This process is forked; the interpreter of another one would do at its end:
+atexit.register(multiprocessing.util._exit_function)
 atexit.register(time.sleep, 1.0)  # As others have things to do at the end, after that.
 atexit.register(end_workers)
 batches = iter(DataLoader(range(8), num_workers=2))
 next(batches)
 print("done")
+atexit._run_exitfuncs()
 """
 
 
-def test_loader_workers_end_with_the_process_and_nothing_is_told():
-    done = subprocess.run([sys.executable, "-c", WORKING], cwd=ROOT, env=environment(), capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+def test_loader_workers_end_with_the_process_and_nothing_is_told(server, tmp_path):
+    program = tmp_path / "working.py"
+    program.write_text(WORKING)
+    job = server.start(0, [str(program)]).finish()
+    assert (job.codes, job.output) == ([0], "done\n")
 
 
 def descendants(process: int) -> list[int]:

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of
-from diffusion.checkpointing.read import StoredState
+from tests.tools.runs import assert_equal, signal_at, state_of
 
 NUM_STEPS = 9
 STEPS_PER_EPOCH = 3
@@ -51,12 +50,17 @@ def options(run: Path, parallelism: str, *more: str) -> tuple[str, list[str]]:
     return "tests/tools/toy.yaml", [f"output_folder={run}", f"trainer.parallelism={parallelism}", *COMMON, *more]
 
 
+def options_in(world: tuple[int, str], run: Path, *more: str) -> tuple[str, list[str]]:
+    """One of the worlds is in deterministic mode."""
+    return options(run, world[1], f"trainer.deterministic={world == WORLDS[0]}", *more)
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(server, tmp_path_factory) -> dict[tuple[int, str], Path]:
     root = tmp_path_factory.mktemp("uninterrupted")
     runs = {world: root / f"{world[0]}-{world[1]}" for world in WORLDS}
-    server.train(1, [options(runs[world], world[1]) for world in WORLDS if world[0] == 1])
-    server.train(2, [options(runs[world], world[1]) for world in WORLDS if world[0] == 2])
+    server.train(1, [options_in(world, runs[world]) for world in WORLDS if world[0] == 1])
+    server.train(2, [options_in(world, runs[world]) for world in WORLDS if world[0] == 2])
     return runs
 
 
@@ -64,33 +68,23 @@ def final_state(run: Path) -> dict[str, Any]:
     newest = resolve_checkpoint(str(run / "checkpoints"))
     assert newest is not None
     assert batch_of(newest) == NUM_STEPS
-    wanted = ("state.model.", "state.optimizers.", "state.schedulers.", "state.callbacks.LateStartEMA.")
-    return {key: value for key, value in StoredState(newest).read_below("").items() if key.startswith(wanted)}
-
-
-def is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return one == other
+    return state_of(newest)
 
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(("world", "scenario", "in_background"), CASES)
 def test_equal_to_the_bit(server, uninterrupted, tmp_path, world, scenario, in_background):
-    num_ranks, parallelism = world
+    num_ranks = world[0]
     background = f"trainer.async_checkpoints={in_background}"
     run = tmp_path / "run"
     for number, (step, how) in enumerate(SCENARIOS[scenario]):
         rank = number % num_ranks
-        plugin = f"{{path: tests.tools.toys.SignalAt, arguments: {{step: {step}, number: {how}, rank: {rank}}}}}"
-        job = server.run(num_ranks, [options(run, parallelism, background, f"plugins.callbacks=[{plugin}]")])
+        job = server.run(num_ranks, [options_in(world, run, background, signal_at(step, how, rank))])
         assert job.codes[rank] == (-9 if how == KILL else 75), job.output[-4000:]
-    server.train(num_ranks, [options(run, parallelism, background)])
+    server.train(num_ranks, [options_in(world, run, background)])
 
-    expected, found = final_state(uninterrupted[world]), final_state(run)
-    assert expected.keys() == found.keys()
-    different = [key for key in expected if not is_equal(expected[key], found[key])]
-    assert different == []
+    found = final_state(run)
+    assert_equal(final_state(uninterrupted[world]), found)
     assert any(key.startswith("state.callbacks.LateStartEMA.averages.") for key in found)
     assert any(key.endswith("exp_avg_sq") for key in found)
 
@@ -101,31 +95,32 @@ def test_equal_to_the_bit(server, uninterrupted, tmp_path, world, scenario, in_b
     assert series(rows, "lr-AdamW/group0") == series(reference, "lr-AdamW/group0")
 
 
-@pytest.mark.parametrize(
-    ("device", "precision"), [("cpu", "fp32"), pytest.param("gpu", "amp_bf16", marks=pytest.mark.gpu)]
-)
-def test_equal_to_the_bit_in_deterministic_mode(server, tmp_path, device, precision):
-    settings = [f"trainer.device={device}", f"trainer.precision={precision}", "trainer.deterministic=true"]
+@pytest.mark.gpu
+def test_equal_to_the_bit_on_a_gpu_in_deterministic_mode(server, tmp_path):
+    settings = ["trainer.device=gpu", "trainer.precision=amp_bf16", "trainer.deterministic=true"]
     alone, run = tmp_path / "alone", tmp_path / "run"
     server.train(1, [options(alone, "fsdp", *settings)])
     for step, how in SCENARIOS["twice at random"]:
-        plugin = f"{{path: tests.tools.toys.SignalAt, arguments: {{step: {step}, number: {how}, rank: 0}}}}"
-        server.run(1, [options(run, "fsdp", *settings, f"plugins.callbacks=[{plugin}]")])
+        server.run(1, [options(run, "fsdp", *settings, signal_at(step, how))])
     server.train(1, [options(run, "fsdp", *settings)])
-    expected, found = final_state(alone), final_state(run)
-    assert expected.keys() == found.keys()
-    assert [key for key in expected if not is_equal(expected[key], found[key])] == []
+    assert_equal(final_state(alone), final_state(run))
+
+
+@pytest.fixture(scope="module")
+def first(server, tmp_path_factory) -> Path:
+    """A run to start from."""
+    run = tmp_path_factory.mktemp("first") / "run"
+    server.train(1, [options(run, "fsdp", "algorithms.ema=null")])
+    return run
 
 
 @pytest.mark.parametrize("lora", [[], ["model.lora={rank: 2, alpha: 4.0}"]])
-def test_a_run_that_has_a_checkpoint_needs_no_weights_to_start_from(server, tmp_path, lora):
-    first, alone, run = (tmp_path / name for name in ("first", "alone", "run"))
-    start = [f"init_from.checkpoint={first}", *lora]
-    plugin = "plugins.callbacks=[{path: tests.tools.toys.SignalAt, arguments: {step: 5, number: 9}}]"
-    server.train(1, [options(first, "fsdp", "algorithms.ema=null"), options(alone, "fsdp", *start)])
-    assert server.run(1, [options(run, "fsdp", *start, plugin)]).codes == [-9]
-    shutil.rmtree(first)
+def test_a_run_that_has_a_checkpoint_needs_no_weights_to_start_from(server, first, tmp_path, lora):
+    copy, alone, run = (tmp_path / name for name in ("first", "alone", "run"))
+    shutil.copytree(first, copy)
+    start = [f"init_from.checkpoint={copy}", *lora]
+    server.train(1, [options(alone, "fsdp", *start)])
+    assert server.run(1, [options(run, "fsdp", *start, signal_at(5))]).codes == [-9]
+    shutil.rmtree(copy)
     server.train(1, [options(run, "fsdp", *start)])
-    expected, found = final_state(alone), final_state(run)
-    assert expected.keys() == found.keys()
-    assert [key for key in expected if not is_equal(expected[key], found[key])] == []
+    assert_equal(final_state(alone), final_state(run))
