@@ -12,7 +12,6 @@ import pytest
 
 from diffusion import launch as launch_module
 from diffusion.cli import train_command
-from diffusion.distributed import agree, rank, world_size
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.launch import run_command
 from tests.tools.forking import free_port
@@ -21,10 +20,10 @@ from tests.tools.training_runs import ROOT, launcher_environment
 pytestmark = pytest.mark.slow
 
 SCRIPT = """\
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from diffusion.distributed import agree, rank
-from diffusion.errors import ConfigurationError, DataError
+from diffusion.errors import DataError
 from diffusion.launch import run_command
 
 def fail():
@@ -38,8 +37,6 @@ def meet():
 def main():
     mode = sys.argv[1]
     meet()
-    if mode == "before":
-        raise ConfigurationError("the key is wrong")
     if mode == "first late":
         time.sleep(1.0 if rank() == 0 else 0.0)
         fail()
@@ -49,6 +46,8 @@ def main():
         agree(lambda: fail() if rank() == 1 else None)
     if mode == "alone":
         fail() if rank() == 1 else dist.barrier()
+    if mode == "killed":
+        os.kill(os.getpid(), signal.SIGKILL) if rank() == 1 else dist.barrier()
 
 def end(code):
     Path(sys.argv[2], f"code{rank()}").write_text(str(code))
@@ -79,10 +78,7 @@ def codes(tmp_path: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("launcher", "mode", "message"),
     [
-        ("composer -n 2", "before", "rank 0: ConfigurationError: the key is wrong"),
         ("composer -n 2", "first late", "rank 0: DataError: a shard is damaged"),
-        ("composer -n 2", "agreed", "rank 0: DataError: rank 1 of 2: a shard is damaged"),
-        (TORCHRUN, "before", "rank 0: ConfigurationError: the key is wrong"),
         (TORCHRUN, "agreed", "rank 0: DataError: rank 1 of 2: a shard is damaged"),
     ],
 )
@@ -107,11 +103,11 @@ def test_an_error_that_another_rank_meets_alone_is_printed_by_that_rank(tmp_path
     assert result.returncode != 0
 
 
-def test_ranks_without_a_launcher(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    assert (rank(), world_size()) == (0, 1)
-    assert agree(lambda: 7) == 7
+@pytest.mark.world_size(2)
+def test_a_killed_rank_ends_the_job(tmp_path):
+    result = launch(tmp_path, ["composer", "-n", "2"], "killed")
+    assert result.returncode != 0
+    assert "1" not in codes(tmp_path), "it ended by itself"
 
 
 def test_a_user_error_is_said_without_a_traceback_and_a_defect_passes(monkeypatch):
@@ -168,34 +164,11 @@ def test_torchrun_names_the_node_for_composer(monkeypatch):
     assert os.environ["NODE_RANK"] == "3"
 
 
-YAML = """\
-run_name: plan
-model: {architecture: tiny}
-data: {streams: [{name: a}], resolution: 32, global_batch_size: 8}
-schedule: {warmup: 1ba}
-trainer: {max_duration: 10ba, precision: fp32}
-"""
-
-
-def test_dry_run_goes_on_without_locations(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text(YAML)
-    said: list[str] = []
-    train_command([str(path), "--dry-run", "seed=5"], say=said.append)
-    text = "\n".join(said)
-    assert "seed: 5\n" in text
-    assert "80 = 10 iterations x 8" in text
-    assert "Still missing before it can start\n  data.local: Root of the data set" in text
-    with pytest.raises(ConfigurationError, match=r"run.yaml: data.local"):
-        train_command([str(path), "seed=5"], say=said.append)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "run.py: name the configuration of the run"),
         (["a.yaml", "--seed=1"], r"unrecognized arguments: --seed=1. Values are set without dashes, key.sub=value."),
-        (["no.yaml"], r"no\.yaml"),
     ],
 )
 def test_mistakes_on_the_command_line(arguments, message):

@@ -1,12 +1,10 @@
-"""Start real processes for tests: `TrainingServer` forks ranks (the fixture `server`), `launch` is Composer's launcher.
+"""Start real processes for tests: `TrainingServer` forks ranks (the fixture `server`).
 
 As a program, this file trains.
 """
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -71,27 +69,6 @@ def environment() -> dict[str, str]:
 def launcher_environment() -> dict[str, str]:
     """As `environment`, for the composer launcher, whose own choice of a port any other process can be given, too."""
     return environment() | {"MASTER_PORT": str(free_port())}
-
-
-def launch(num_ranks: int, program: list[str], timeout: float = LIMIT) -> subprocess.CompletedProcess[str]:
-    """Run a program on so many ranks with the composer launcher, and return what it printed."""
-    command = [str(BIN / "composer"), "-n", str(num_ranks), *program]
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=launcher_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        raise AssertionError(f"still running after {timeout} s:\n{output[-4000:]}") from None
-    return subprocess.CompletedProcess(command, process.returncode, output)
 
 
 @dataclass(frozen=True)
