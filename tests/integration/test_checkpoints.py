@@ -124,7 +124,14 @@ CHEAP = [truncate, remove_shards, cut_the_index, leave_half_written]
 """Damage that is seen without reading everything."""
 
 
-@pytest.mark.parametrize("damage", [*CHEAP, zero_in_the_middle, flip_a_bit, flip_a_bit_of_the_index])
+DAMAGES = [*CHEAP, zero_in_the_middle, flip_a_bit, flip_a_bit_of_the_index]
+
+
+@pytest.mark.parametrize(
+    ("run", "damage"),
+    [*(("fsdp", damage) for damage in DAMAGES), *(("ddp", damage) for damage in (truncate, remove_shards, flip_a_bit))],
+    indirect=["run"],
+)
 def test_of_a_damaged_checkpoint_the_one_before_is_taken(run, damage, caplog):
     _, folder = run
     before, newest = list_checkpoints(folder / "checkpoints")
