@@ -211,7 +211,7 @@ def train(unet: nn.Module, num_steps: int = 40, autocast: bool = False) -> torch
 @pytest.fixture(scope="module")
 def plain_losses() -> torch.Tensor:
     losses = train(build(TOY, None))
-    assert losses[-10:].mean() < 0.5 * losses[:10].mean()
+    assert losses[-10:].mean() < 0.6 * losses[:10].mean()
     return losses
 
 
