@@ -166,7 +166,7 @@ class Heartbeat(Callback):
             self._write(Phase.step)
 
     def _sync_and_renew(self) -> None:
-        """Renew the lease and sync the file, in a thread; a failure of one leaves the other alone."""
+        """Renew the lease, then sync the file, whose failure is only logged; in a thread."""
         while not self._ended.wait(timeouts.RENEWAL):
             try:
                 self._lease.renew()

@@ -15,7 +15,6 @@ be killed at any moment:
   A process that has one open reads on; one that finds it gone fetches it again.
 """
 
-import errno
 import json
 import logging
 import mmap
@@ -262,8 +261,7 @@ class StreamShards:
         except (UserError, OSError) as error:
             what = f"read: {error}. {_REWRITE}"
             if self.remote is not None:
-                is_full = any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT))
-                what = f"fetched from {shown(self.remote)}: {error}. {_MAKE_ROOM if is_full else _CHECK}"
+                what = f"fetched from {shown(self.remote)}: {error}. {_CHECK}"
             raise DataError(f"stream '{self.name}', shard {path.name} could not be {what}") from error
 
     def read(self, index: int) -> dict[str, Any]:
@@ -444,8 +442,10 @@ class StreamShards:
 
 
 _REWRITE = "Copy or write the data set again"
-_MAKE_ROOM = "Make room, or set a smaller data.cache_limit, then start the same command again"
-_CHECK = "Check that it is there and whole and that this machine can reach it, then start the same command again"
+_CHECK = (
+    "Check that it is there and whole, that this machine can reach it, and that the disk of the cache has room "
+    "(data.cache_limit), then start the same command again"
+)
 
 
 def _read_note(descriptor: int | None) -> tuple[float, str | None]:

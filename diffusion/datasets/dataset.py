@@ -384,7 +384,7 @@ class TrainingDataset(TextImageDataset):
         return samples
 
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
-        """The position in the data, as Composer asks for it.
+        """The position in the data, as Composer asks for it and as `StreamingDataset` names it.
 
         Args:
             num_samples: samples that all ranks have trained on in the epoch.
@@ -403,6 +403,11 @@ class TrainingDataset(TextImageDataset):
         Raises:
             DataError: the order would be another one now.
         """
+        if "order" not in state:
+            raise DataError(
+                "the checkpoint does not say in which order its samples came, so it cannot be continued in the "
+                "middle of the data: start a new run from its weights (init_from.checkpoint)"
+            )
         if changes := describe_changes(json.loads(state["order"]), self.order.fingerprint()):
             raise DataError(
                 f"the samples would come in another order than in the run that is continued: {'; '.join(changes)}. "
@@ -415,7 +420,7 @@ class TrainingDataset(TextImageDataset):
                 f"the data is to be continued at sample {state['sample_in_epoch']} of an epoch, which is not the "
                 f"beginning of a global batch of {size}: the checkpoint is of another run"
             )
-        self._begin, self._has_begun = Position(state["epoch"], step), False
+        self._begin, self._has_begun = Position(max(0, state["epoch"]), step), False
 
     def close(self) -> None:
         """End the thread that fetches ahead, and close all files."""

@@ -144,7 +144,7 @@ class Watcher:
                 assert lease is not None
                 lease.renew()  # After a suspension of this process another watcher may have taken it over.
                 config = None
-                with suppress(DataError):  # It is skipped.
+                with suppress(DataError):  # A damaged checkpoint, which is skipped.
                     config = load_config_of(copy) if copy.exists() else None
                 remove_copy(copy)  # Before the record: what is recorded is not looked at again.
                 run.record(name, skipped, config)

@@ -139,8 +139,10 @@ class Applicant:
 def active_holder(path: Path) -> Holder | None:
     """Return the holder of a lease that is alive: a process of this host, or one that has renewed the lease lately."""
     holder, _ = _read(path)
-    if holder is None or _is_here(holder):
-        return holder if holder is not None and is_alive(holder) else None
+    if holder is None:
+        return None
+    if _is_here(holder):
+        return holder if is_alive(holder) else None
     with suppress(FileNotFoundError):
         if time.time() - path.stat().st_mtime < 2 * timeouts.LEASE:
             return holder

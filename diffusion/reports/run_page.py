@@ -220,6 +220,7 @@ def read_evaluations(folders: Sequence[Path]) -> tuple[pd.DataFrame, int]:
     rows: list[dict[str, Any]] = []
     num_damaged = 0
     outputs = {path: path.parents[1].relative_to(parent.parent) for parent in folders for path in find_results(parent)}
+    has_several = len(set(outputs.values())) > 1
     for path, output in outputs.items():
         try:
             result = Result.read(path)
@@ -227,7 +228,7 @@ def read_evaluations(folders: Sequence[Path]) -> tuple[pd.DataFrame, int]:
             num_damaged += 1
             continue
         guidance = "" if result.guidance_scale is None else f"{result.guidance_scale:g}"
-        of_output = f"{output} " if len(set(outputs.values())) > 1 else ""
+        of_output = f"{output} " if has_several else ""
         common = {
             "model": f"{of_output}{result.name}",
             "weights": f"{of_output}{result.weights}" + (f" at guidance {guidance}" if guidance else ""),

@@ -295,7 +295,7 @@ def test_a_shard_that_cannot_be_fetched_ends_the_run(tmp_path: Path, num_workers
     assert "Traceback" not in message
 
 
-def test_a_full_disk_of_the_cache_is_not_reported_as_a_fault_of_the_data(
+def test_a_full_disk_of_the_cache_is_reported_with_its_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = write_encoded(tmp_path / "remote", {"a": 8})
@@ -305,7 +305,7 @@ def test_a_full_disk_of_the_cache_is_not_reported_as_a_fault_of_the_data(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(storage, "atomic_path", fail)
-    with pytest.raises(DataError, match=r"No space left on device\. Make room, or set a smaller"):
+    with pytest.raises(DataError, match=r"No space left on device.*data\.cache_limit"):
         shards.ensure(0)
 
 

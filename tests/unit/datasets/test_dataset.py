@@ -195,6 +195,22 @@ def test_a_position_is_entered_and_left_behind(tmp_path: Path, num_workers: int)
     assert [addresses_of(loader) for _ in range(2)] == [epochs[7][16:], epochs[8]]
 
 
+def test_the_state_of_a_run_on_a_streaming_dataset_is_continued(tmp_path: Path) -> None:
+    root = write_encoded(tmp_path, {"b": 48})
+    loader = open_loader(root, "b", **LATENTS)
+    state = open_data(root, "b", **LATENTS).state_dict(16, from_beginning=True)
+    of_streaming = {"num_canonical_nodes": 4, "shuffle_seed": 3, "initial_physical_nodes": 1}
+    dataset = loader.dataset
+    assert isinstance(dataset, TrainingDataset)
+    first = addresses_of(loader)
+    dataset.load_state_dict({**state, **of_streaming})
+    assert addresses_of(loader) == first[16:]
+    dataset.load_state_dict({**state, **of_streaming, "epoch": -1, "sample_in_epoch": 0})  # Before the first step.
+    assert addresses_of(loader) == first
+    with pytest.raises(DataError, match=r"init_from\.checkpoint"):
+        dataset.load_state_dict(of_streaming)
+
+
 def test_missing_and_half_written_streams(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = write_prepared(tmp_path, {"a": 8, "b": 8})
     advice = r"data\.streams='\[{name: a}, {name: b}\]'"
