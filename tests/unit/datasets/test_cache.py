@@ -295,9 +295,7 @@ def test_a_shard_that_cannot_be_fetched_ends_the_run(tmp_path: Path, num_workers
     assert "Traceback" not in message
 
 
-def test_a_full_disk_of_the_cache_is_reported_with_its_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_of_the_cache_is_reported_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = write_encoded(tmp_path / "remote", {"a": 8})
     shards = StreamShards(StreamLocation(name="a", remote=str(root / "a"), local=str(tmp_path / "cache")))
 
