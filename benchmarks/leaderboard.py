@@ -108,14 +108,21 @@ class Meter(Callback):
 
 
 class Task(Steps):
-    """Data of the task, and runs on it."""
+    """Data of the task, and runs on it.
 
-    def __init__(self, out: Path, vae: Path | None, *, quick: bool) -> None:
+    Args:
+        out: folder of all of it.
+        vae: folder of a VAE; None: train one.
+        settings: YAML of another preparation.
+        quick: few images and steps.
+    """
+
+    def __init__(self, out: Path, vae: Path | None, settings: Path | None, *, quick: bool) -> None:
         super().__init__(out)
-        self.vae, self.quick = vae, quick
+        self.vae, self.settings, self.quick = vae, settings, quick
         self.calibration = (2, 6) if quick else CALIBRATION
 
-    def prepare(self, config: Config) -> tuple[Path, Path]:
+    def prepare(self, yaml: str, config: Config) -> tuple[Path, Path]:
         """Draw and prepare the images, train the VAE and encode for a recipe, unless it was done.
 
         Returns:
@@ -131,16 +138,22 @@ class Task(Steps):
         if self.vae is None:
             train = ["run.py", "yamls/tiny/autoencoder.yaml", f"output_folder={autoencoder}", *data, VAE_LENGTH]
             self.run("autoencoder", [*COMPOSER, *train, *(QUICK if self.quick else [])])
+        if self.settings:
+            prepared = self.out / self.settings.stem
+            sources = [f"sources=[{','.join(layouts)}]", f"out={prepared}", "workers=2"]
+            self.run(prepared.name, [sys.executable, "scripts/prepare.py", "--config", str(self.settings), *sources])
         vae = self.vae or autoencoder / "vae"
         options = ["--architecture", "tiny", "--vae", str(vae), "--mean-only", *_text_options(config)]
-        latents = self.out / f"latents-{hashlib.sha256(shlex.join(options).encode()).hexdigest()[:8]}"
-        encode = ["scripts/encode.py", str(prepared), str(latents), "--resolution", str(RESOLUTION)]
-        self.run(latents.name, [sys.executable, *encode, *options])
+        if config.model.score_conditioning:
+            options += ["--config", yaml]
+        encode = ["scripts/encode.py", str(prepared), "--resolution", str(RESOLUTION), *options]
+        latents = self.out / f"latents-{hashlib.sha256(shlex.join(encode).encode()).hexdigest()[:8]}"
+        self.run(latents.name, [sys.executable, *encode, str(latents)])
         return vae, latents
 
     def train(self, yaml: str, overrides: Sequence[str], folder: Path, steps: int, seed: int) -> dict[str, Any]:
         """Train and return what `Meter` wrote."""
-        vae, latents = self.prepare(load(Config, yaml, overrides))
+        vae, latents = self.prepare(yaml, load(Config, yaml, overrides))
         meter = folder.with_suffix(".json")
         arguments = f"{{path: '{meter}', calibration: {list(self.calibration)}}}"
         settings = [
@@ -253,6 +266,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="steps (default: measured); those of a recipe of the same cost")
     parser.add_argument("--out", type=Path, default=Path("runs/leaderboard"), help="data and runs")
     parser.add_argument("--vae", type=Path, help="folder of another VAE (default: trained for the task)")
+    parser.add_argument("--prepare", type=Path, metavar="YAML", help="settings of another preparation of the images")
     parser.add_argument("--quick", action="store_true", help="few images, a VAE of a few steps: shows that it runs")
     parser.add_argument("--rows", type=Path, default=ROWS, help="file of the rows")
     parser.add_argument("--tables", action="store_true", help="only write the page")
@@ -266,7 +280,10 @@ def main() -> None:
     name = options.name or Path(yaml).stem
     out: Path = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    work = Task(out, options.vae and options.vae.resolve(), quick=options.quick)
+    work = Task(out, options.vae and options.vae.resolve(), options.prepare, quick=options.quick)
+    sampling: dict[str, Any] = {"scores": load(Config, yaml, overrides).samples.scores}
+    if options.quick:
+        sampling["num_inference_steps"] = 1
     earlier = {row["seed"]: row for row in read_rows(options.rows) if row["name"] == name}
     steps = options.steps or next((row["steps"] for row in earlier.values()), None)
     if steps is None:
@@ -274,7 +291,7 @@ def main() -> None:
         steps = max(1, round(options.cpu_seconds / cost["cpu_seconds_per_step"]))
     own = [
         word
-        for flag in ("name", "vae", "steps")
+        for flag in ("name", "vae", "prepare", "steps")
         if (value := getattr(options, flag)) is not None
         for word in (f"--{flag}", str(value))
     ]
@@ -288,7 +305,7 @@ def main() -> None:
             "name": name,
             "seed": seed,
             **{key: cost[key] for key in ("steps", "cpu_seconds", "flops", "parameters")},
-            "scores": score_run(folder, seed, **({"num_inference_steps": 1} if options.quick else {})),
+            "scores": score_run(folder, seed, **sampling),
             "command": shlex.join(["python", "benchmarks/leaderboard.py", yaml, *overrides, *own]),
             "commit": revision.stdout.strip(),
             "date": datetime.date.today().isoformat(),

@@ -20,7 +20,8 @@ def test_a_recipe_is_trained_for_the_same_cpu_seconds_and_scored(server, tmp_pat
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     options = ["--quick", "--cpu-seconds", "1", "--seeds", "1", "--rows", str(rows), "--out", str(tmp_path / "out")]
-    command = ["leaderboard.py", "yamls/tiny/transformer.yaml", "schedule.warmup=0.1dur", *options]
+    recipe = ["benchmarks/scores.yaml", "schedule.warmup=0.1dur", "--prepare", "benchmarks/wrong_captions.yaml"]
+    command = ["leaderboard.py", *recipe, *options]
     monkeypatch.setattr(sys, "argv", command)
     leaderboard.main()
     [row] = read_rows(rows)
@@ -38,4 +39,4 @@ def test_a_recipe_is_trained_for_the_same_cpu_seconds_and_scored(server, tmp_pat
     write_tables(rows, page)
     assert "old" not in page.read_text()
     assert (tmp_path / "images" / "leaderboard.png").stat().st_size > 1000
-    assert f"| transformer | 2 | {row['steps']} |" in " ".join(page.read_text().split())
+    assert f"| scores | 2 | {row['steps']} |" in " ".join(page.read_text().split())
