@@ -143,10 +143,8 @@ class Task(Steps):
             sources = [f"sources=[{','.join(layouts)}]", f"out={prepared}", "workers=2"]
             self.run(prepared.name, [sys.executable, "scripts/prepare.py", "--config", str(self.settings), *sources])
         vae = self.vae or autoencoder / "vae"
-        options = ["--architecture", "tiny", "--vae", str(vae), "--mean-only", *_text_options(config)]
-        if config.model.score_conditioning:
-            options += ["--config", yaml]
-        encode = ["scripts/encode.py", str(prepared), "--resolution", str(RESOLUTION), *options]
+        options = ["--resolution", str(RESOLUTION), "--vae", str(vae), "--mean-only", *_model_options(yaml, config)]
+        encode = ["scripts/encode.py", str(prepared), *options]
         latents = self.out / f"latents-{hashlib.sha256(shlex.join(encode).encode()).hexdigest()[:8]}"
         self.run(latents.name, [sys.executable, *encode, str(latents)])
         return vae, latents
@@ -174,13 +172,15 @@ class Task(Steps):
         return json.loads(meter.read_text())
 
 
-def _text_options(config: Config) -> list[str]:
-    """Options of `encode.py` for a recipe's text encoder."""
+def _model_options(yaml: str, config: Config) -> list[str]:
+    """Options of `encode.py` for a recipe's text encoder and scores."""
+    if config.model.score_conditioning:  # Read from the file: overrides do not count.
+        return ["--config", yaml]
     text = config.model.text_encoder
     options = ["--chunks", str(text.chunks)]
     if text.path is not None:
         options = ["--text-encoder", text.path, "--max-tokens", str(text.max_tokens)]
-    return [*options, *(["--text-embeddings"] if config.data.text_embeddings else [])]
+    return ["--architecture", "tiny", *options, *(["--text-embeddings"] if config.data.text_embeddings else [])]
 
 
 def score_run(folder: Path, seed: int, **sampling: Any) -> dict[str, Any]:
