@@ -139,6 +139,8 @@ def load_image_encoder(folder: str) -> ImageEncoder:
     """
     kind, config = read_image_encoder(folder)
     options: dict[str, Any] = {"config": config, "dtype": torch.float32}
+    if "add_pooling_layer" in inspect.signature(kind).parameters:  # Weights of classifiers have none.
+        options["add_pooling_layer"] = False
     network = load_pretrained(kind, folder, local_files_only=True, **options)
     try:
         moments = json.loads((Path(folder).expanduser() / PREPROCESSOR).read_bytes())

@@ -24,7 +24,7 @@ def write_image_encoder(folder: Path, kind: str = "dinov2") -> Path:
         if kind == "dinov2":
             network = Dinov2Model(Dinov2Config(**options))
         else:
-            network = ViTModel(ViTConfig(intermediate_size=48, **options))
+            network = ViTModel(ViTConfig(intermediate_size=48, **options), add_pooling_layer=False)
     network.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": MEAN, "image_std": STD}))
     return folder
