@@ -98,6 +98,8 @@ def simulate(num_shards: int, num_streams: int, world: World) -> tuple[list[Star
             ):
                 work = [(rank, world, cache, streams, files) for rank in ranks]
                 starts += pool.starmap(start_rank, work, chunksize=1)
+                pool.close()  # A process that has just begun may lose SIGTERM: Composer has a handler for it.
+                pool.join()
         with urllib.request.urlopen(f"{endpoint}/counts") as answer:
             return starts, json.load(answer)
 
