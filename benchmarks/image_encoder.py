@@ -1,4 +1,4 @@
-"""A vision transformer that tells which colours of which shapes an image shows, for `model.alignment` on `shapes`.
+"""A vision transformer that recognises colours and shapes of drawn objects, for `model.alignment` on `shapes`.
 
     python benchmarks/image_encoder.py runs/leaderboard/encoder
 
@@ -30,7 +30,7 @@ BATCH_SIZE, LEARNING_RATE, WIDTH, PATCH_SIZE = 64, 1e-3, 128, 8
 
 
 def train(steps: int) -> tuple[ViTModel, float]:
-    """Train on drawn scenes; return the network and the share of other images with all pairs right."""
+    """Train on drawn scenes; return the network, and the share of other images with all pairs right."""
     torch.manual_seed(0)
     drawn = scenes(NUM_IMAGES, split="encoder", shares=(0.3, 0.35, 0.35))
     images = np.stack([np.array(draw(scene, RESOLUTION)) for scene in drawn])

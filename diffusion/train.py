@@ -111,7 +111,7 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
     agree(lambda: check(config, world_size=dist.get_world_size(), side_factor=side_factor(config.model)))
     agree(lambda: check_plugins(config.plugins))
     folder = Path(config.output_folder).expanduser()
-    agree(lambda: record_config(folder, config, replace=False))
+    agree(lambda: record_config(folder, config, overwrite=False))
     with leased(folder) as lease, Heartbeat(heartbeat_folder(config, folder), lease) as heartbeat:
         check_machines(config, device)
         files = read_stream_files(config)
@@ -172,10 +172,10 @@ def start_ranks(config: Config) -> Device:
     return device
 
 
-def record_config(folder: Path, config: Config, *, replace: bool = True) -> None:
+def record_config(folder: Path, config: Config, *, overwrite: bool = True) -> None:
     """Create the run folder and save the resolved configuration in it, on rank 0.
 
-    Without `replace` that of an earlier start stays: this start may still fail, or find the run finished.
+    Without `overwrite` that of an earlier start stays: this start may still fail, or find the run finished.
 
     Raises:
         MachineError: it cannot be written.
@@ -184,7 +184,7 @@ def record_config(folder: Path, config: Config, *, replace: bool = True) -> None
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if replace or not (folder / RUN_CONFIG).exists():
+        if overwrite or not (folder / RUN_CONFIG).exists():
             write_atomically(folder / RUN_CONFIG, to_public_yaml(config))
     except OSError as error:
         raise MachineError(f"output_folder={folder} cannot be written: {error.strerror}. Choose another one") from error

@@ -1,4 +1,4 @@
-"""Captions of other scenes, and scores that tell them from right ones."""
+"""Captions of other scenes, and scores that separate them from right ones."""
 
 from statistics import fmean
 
@@ -6,7 +6,7 @@ from benchmarks.wrong_captions import Agreement, WrongCaptions
 from diffusion.evaluation.shapes import caption, draw, scenes
 
 
-def test_scores_tell_wrong_captions_from_right_ones() -> None:
+def test_scores_separate_wrong_captions_from_right_ones() -> None:
     drawn = scenes(200, shares=(0.3, 0.35, 0.35))
     images, texts = [draw(scene, 64) for scene in drawn], [[caption(scene)] for scene in drawn]
     captions = WrongCaptions(0.5)(images, texts)
