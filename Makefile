@@ -1,17 +1,23 @@
-# Every command runs in .venv, which is made on the first use and remade when its pins change.
-# STACK=next: in .venv-next, with the newest stack.
-STACK ?=
-ifeq ($(STACK),next)
-PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12) python3.12)
-VENV := .venv-next
-LOCK := requirements-next.txt
+# Every command runs in .venv, which is made on the first use and made anew when its lock changes.
+# LOWEST=1: in .venv-lowest, with the lowest versions that setup.py allows, and streaming-community in Streaming's place.
+LOWEST ?=
+ifdef LOWEST
+VERSIONS := 3.11 3.12 3.13
+VENV := .venv-lowest
+LOCK := $(VENV)/requirements.txt
+LOCKED := setup.py overrides.txt
 else
-PYTHON ?= python3.11
+VERSIONS := 3.13 3.12 3.11
 VENV := .venv
 LOCK := requirements.txt
+LOCKED := $(LOCK)
 endif
+# The first version that this machine has, also as a folder of pyenv.
+PYTHON ?= $(shell for version in $(VERSIONS); do \
+  for python in python$$version $(HOME)/.pyenv/versions/$$version.*/bin/python$$version; do \
+    $$python -c 'import ensurepip' 2> /dev/null && echo $$python && exit; done; done)
 BIN := $(VENV)/bin
-PINS := $(shell cksum < $(LOCK) | cut -d' ' -f1)
+PINS := $(shell cat $(LOCKED) | cksum | cut -d' ' -f1)
 INSTALLED := $(VENV)/installed-$(PINS)
 DATA ?=
 TESTS ?= tests
@@ -20,7 +26,8 @@ DEMO ?=
 OTHER ?=
 UPGRADE ?=
 SELECT ?= -m "not slow"
-COMPILE := $(BIN)/uv pip compile setup.py --quiet --all-extras --no-annotate --no-header --no-emit-index-url $(UPGRADE)
+COMPILE := $(BIN)/uv pip compile setup.py --quiet --all-extras --override overrides.txt --python-version 3.11 \
+  --no-annotate --no-header --no-emit-index-url
 
 PYTEST = $(BIN)/python -m pytest $(TESTS) -n $(JOBS) --dist loadfile --no-loadscope-reorder $(if $(DATA),--data $(DATA)) \
   $(if $(OTHER),--other-python $(abspath $(OTHER)))
@@ -28,7 +35,7 @@ PYTEST = $(BIN)/python -m pytest $(TESTS) -n $(JOBS) --dist loadfile --no-loadsc
 # Without bytecode each start compiles 5,000 modules again, which takes longer than all else about it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install lock demo test test-slow test-next lint format docs clean help
+.PHONY: install lock demo test test-slow test-lowest audit lint format docs clean help
 
 help:              ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/ -/'
@@ -36,16 +43,16 @@ help:              ## list the targets
 install: $(INSTALLED)  ## make .venv with the locked dependencies and this package (editable)
 
 $(INSTALLED):
-	$(PYTHON) -m venv $(VENV)
+	$(or $(PYTHON),$(error Python 3.11, 3.12 or 3.13 is needed: install one, or name one with PYTHON=PATH)) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -r $(LOCK) -e .
+	$(if $(LOWEST),$(COMPILE) --resolution lowest-direct --output-file $(LOCK))
+	$(if $(LOWEST),sed -i 's/^mosaicml-streaming==.*/streaming-community==0.14.2/' $(LOCK))
+	$(BIN)/uv pip install --quiet --no-config --python $(BIN)/python --no-deps -r $(LOCK) -e .  # [tool.uv] would lift the pins.
 	$(BIN)/python -W ignore -c 'import diffusion.train'
-	rm -f $(VENV)/installed-*
 	touch $(INSTALLED)
 
-lock: install      ## pin what setup.py asks for, with all extras, for both stacks; UPGRADE=--upgrade: the newest that fits
-	$(COMPILE) --python-version 3.11 --output-file requirements.txt
-	$(COMPILE) --python-version 3.12 --override overrides-next.txt --output-file requirements-next.txt
+lock: install      ## pin what setup.py asks for, with all extras; UPGRADE=--upgrade: the newest that fits
+	$(COMPILE) --universal --generate-hashes $(UPGRADE) --output-file requirements.txt
 
 demo: install      ## from drawn shapes to a trained model, images and a report; DEMO="--quick" for a short one
 	$(BIN)/python -m demo $(DEMO)
@@ -56,8 +63,11 @@ test: install      ## run the tests of a commit, JOBS at a time; DATA=FOLDER add
 test-slow: install ## run the long tests: several processes, kills, servers
 	$(PYTEST) -m slow
 
-test-next: install ## the same on the newest stack; what one stack writes, the other reads, too
-	$(MAKE) test STACK=next OTHER=$(BIN)/python
+test-lowest: install  ## run the tests on the lowest versions; what one environment writes, the other reads
+	$(MAKE) test LOWEST=1 OTHER=$(BIN)/python
+
+audit: install     ## name known advisories of the locked versions; needs the index of PyPI
+	$(BIN)/uvx --quiet pip-audit --strict --disable-pip --requirement requirements.txt
 
 lint: install      ## ruff (lint and format) and pyright
 	$(BIN)/ruff check .
@@ -71,6 +81,6 @@ format: install    ## format the code
 docs: install      ## write docs/configuration.md from the dataclasses
 	$(BIN)/python scripts/document.py
 
-clean:             ## remove .venv and .venv-next, the demo's runs and caches; other runs stay
-	rm -rf .venv .venv-next runs/demo build dist *.egg-info .pytest_cache .ruff_cache
+clean:             ## remove the environments, the demo's runs and caches; other runs stay
+	rm -rf .venv .venv-lowest runs/demo build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

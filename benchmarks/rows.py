@@ -122,7 +122,7 @@ def measure(row: Row) -> dict[str, Any]:
 
 def write(path: Path, row: Row, machine: dict[str, Any], **measured: Any) -> None:
     """Append the line of a row, and print it."""
-    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     kind = row.name.split("/")[0]
     line = {"name": row.name, "kind": kind, "date": date, "parameters": row.parameters, "machine": machine, **measured}
     append(path, line)

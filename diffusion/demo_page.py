@@ -16,7 +16,7 @@ try:
     from starlette.datastructures import MutableHeaders
     from starlette.middleware import Middleware
 except ImportError as error:
-    raise MachineError("the page needs the package gradio; pip install -e '.[page]'") from error
+    raise MachineError("the page needs the package gradio; uv pip install -e '.[page]'") from error
 
 MAX_IMAGES, MAX_STEPS = 16, 200
 

@@ -198,7 +198,7 @@ def agree(step: Callable[[], T], *, takes_long: bool = False, group: Any = None)
 
 @functools.lru_cache(maxsize=1)
 def _long_group(world: Any) -> Any:
-    """A group of all ranks of a process group; it stays, since destroying one can hang (gloo, torch 2.7)."""
+    """A group of all ranks of a process group; it stays, since destroying one can hang (gloo)."""
     import torch.distributed as dist
 
     return dist.new_group(backend="gloo", timeout=LONG_TIMEOUT)

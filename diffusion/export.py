@@ -31,13 +31,13 @@ from diffusion.loading import Trained, read_trained
 from diffusion.models.architectures import ARCHITECTURES, build_network
 from diffusion.models.ldm_layout import single_file, unet_names
 from diffusion.models.lora import has_lora, kohya_layout, write_lora
+from diffusion.models.model_folders import hub_unavailable_reason
 from diffusion.models.networks import Network
 from diffusion.models.pretrained import (
     SCHEDULER_KEY,
     FrozenParts,
     LatentScaling,
     fold_scaling,
-    hub_unavailable_reason,
     load_frozen_parts,
     write_pipeline,
 )

@@ -17,11 +17,14 @@ import atexit
 import ctypes
 import logging
 import os
+import platform
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from importlib import metadata
 from typing import IO, Any, NoReturn
 
 from diffusion.distributed import (
@@ -36,6 +39,10 @@ from diffusion.distributed import (
 )
 from diffusion.errors import ConfigurationError, MachineError, PreemptedError, UserError, first_line
 
+_PACKAGES = (
+    *("torch", "mosaicml", "mosaicml-streaming", "streaming-community", "diffusers", "transformers", "numpy"),
+    "diffusion",
+)
 _PARENT_SECONDS = 1.0
 """Between two checks whether the parent lives."""
 
@@ -201,7 +208,7 @@ def end_with_parent(number: int, parent: int | None = None) -> None:
 def end_process(code: int) -> int:
     """End a process with a process group; return the exit code of any other, which ends by itself.
 
-    With a process group the interpreter's way out is not safe (gloo, torch 2.7): destroying the group can hang, and
+    With a process group the interpreter's way out is not safe (gloo): destroying the group can hang, and
     leaving it to the exit of the interpreter can abort the process. So exit handlers run and the process ends.
     """
     if has_process_group():
@@ -211,3 +218,12 @@ def end_process(code: int) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that determine a run, as far as they are installed."""
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions

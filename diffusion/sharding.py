@@ -84,26 +84,3 @@ def set_last_microbatch(model: nn.Module, is_last: bool) -> None:
         if isinstance(module, FSDPModule):
             module.set_requires_gradient_sync(is_last, recurse=False)
             module.set_reshard_after_backward(is_last, recurse=False)
-
-
-def reduce_scatter_averages() -> bool:
-    """Whether reduce_scatter(AVG) of this backend divides by the world size: gloo of torch 2.7 does not."""
-    if dist.get_world_size() == 1:
-        return True
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    output, inputs = torch.empty(1, device=device), torch.ones(dist.get_world_size(), device=device)
-    dist.reduce_scatter_tensor(output, inputs, op=dist.ReduceOp.AVG)
-    return abs(output.item() - 1.0) < 1e-6
-
-
-def correct_gradient_average(model: nn.Module, num_shards: int) -> None:
-    """Divide FSDP2's gradients by the ranks of a reduce_scatter if the backend does not."""
-    if reduce_scatter_averages():
-        return
-
-    def divide(gradient: torch.Tensor) -> None:
-        gradient.div_(num_shards)
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_all_reduce_hook(divide)

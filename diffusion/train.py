@@ -81,7 +81,7 @@ from diffusion.operations.heartbeats import heartbeat_folder
 from diffusion.operations.lease import leased
 from diffusion.optimizers import build_muon, warmup_stable_decay
 from diffusion.plugins import IndexedDataset, build_plugin, build_plugins, check_plugins
-from diffusion.sharding import correct_gradient_average, fsdp_config
+from diffusion.sharding import fsdp_config
 from diffusion.trainer import HostTrainer
 
 log = logging.getLogger(__name__)
@@ -419,8 +419,6 @@ def build_trainer(
         )
     except CheckpointException as error:
         raise as_data_error(error, str(load_path)) from error
-    if settings.parallelism == Parallelism.fsdp:
-        correct_gradient_average(trainer.state.model, dist.get_world_size() // settings.num_replicas)
     return trainer
 
 

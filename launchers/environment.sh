@@ -2,7 +2,7 @@
 # Variables for runs on several hosts, each with its reason; sourced by the launchers in this folder.
 # Values that are already set stay. Effects on NCCL and EFA follow their documentation: see docs/launchers.md.
 
-# torchrun's restarts hang in torch 2.7 if its agents and the ranks share one store.
+# torchrun's restarts hang if its agents and the ranks share one store.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
 # Every rank and loader worker would otherwise start a thread per core.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

@@ -17,7 +17,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -185,7 +185,7 @@ def submit(sagemaker: Any, job: Path, yaml: Path, overrides: list[str]) -> None:
     """Start a job, unless one of the same run is active."""
     from diffusion.config.loading import read_yaml
 
-    run, request = training_job(read_yaml(job), yaml, overrides, datetime.now(timezone.utc))
+    run, request = training_job(read_yaml(job), yaml, overrides, datetime.now(UTC))
     if (last := find_job(sagemaker, run)) is not None:
         state = sagemaker.describe_training_job(TrainingJobName=last)["TrainingJobStatus"]
         if state in ("InProgress", "Stopping"):

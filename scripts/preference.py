@@ -152,7 +152,7 @@ def main() -> None:
     try:
         arguments.run(arguments)
     except ModuleNotFoundError as error:
-        raise MachineError(f"scripts/preference.py needs {error.name}: pip install -e '.[evaluation]'") from error
+        raise MachineError(f"scripts/preference.py needs {error.name}: uv pip install -e '.[evaluation]'") from error
 
 
 if __name__ == "__main__":

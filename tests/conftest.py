@@ -47,7 +47,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--data", default=None, help="folder with real images: emoji/ and prompts/")
-    parser.addoption("--other-python", help="interpreter with other pins, for what goes from one stack to the other")
+    parser.addoption("--other-python", help="interpreter with other versions, to exchange checkpoints and exports with")
     parser.addoption("--kills", type=int, default=2, help="how often a preparation is killed in a test of that")
 
 
@@ -86,6 +86,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # Collections of garbage need not look at a million objects of imported modules each time.
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # Triton would list hundreds of leaks.
 
 
 @pytest.fixture(scope="session")

@@ -109,8 +109,6 @@ class WandB(WandBLogger):
                 "mode": "offline" if settings.offline else "online",
                 "config": redact(to_dict(config)),
                 "job_type": "train",
-                # wandb stores the command line, in which an override may be a secret.
-                "settings": {"_args": redact_arguments(sys.argv[1:])},
             },
         )
 
@@ -145,15 +143,21 @@ class WandB(WandBLogger):
         import wandb
 
         if self._enabled:
-            with as_machine_error():
+            with starting_wandb():
                 wandb.init(**self._init_kwargs)
 
 
 @contextmanager
-def as_machine_error() -> Iterator[None]:
-    """Explain by the keys of the configuration why wandb does not start."""
+def starting_wandb() -> Iterator[None]:
+    """Hide secrets in the command line, which wandb stores; explain by the keys of the configuration why it fails.
+
+    Raises:
+        MachineError: wandb rejects a name or the account.
+    """
     from wandb.errors import Error
 
+    command = sys.argv
+    sys.argv = [command[0], *redact_arguments(command[1:])]
     try:
         yield
     except Error as error:
@@ -162,6 +166,8 @@ def as_machine_error() -> Iterator[None]:
             "refuses, log in (`wandb login`, or WANDB_API_KEY), or write to the run folder only with "
             "loggers.wandb.offline=true."
         ) from error
+    finally:
+        sys.argv = command
 
 
 class ProgressLines(LoggerDestination):

@@ -2,9 +2,7 @@
 
 import datetime
 import json
-import platform
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +13,12 @@ from composer.utils import dist
 
 from diffusion.checkpointing.resume import PREEMPTED
 from diffusion.files import append_json_lines, atomic_path
+from diffusion.launch import package_versions
 
 TRAIN_LOSS = "loss/train/total"
 
 STARTS = "starts.jsonl"
 """In the run folder: one row when training starts or resumes, and one when it ends otherwise than by SIGKILL."""
-
-_PACKAGES = ("torch", "mosaicml", "mosaicml-streaming", "diffusers", "transformers")
 
 
 class MetricsFile(LoggerDestination):
@@ -54,7 +51,7 @@ class MetricsFile(LoggerDestination):
         written = self.path.stat().st_mtime if self.path.is_file() else 0.0
         with atomic_path(self.path) as partial, partial.open("w", encoding="utf-8") as file:
             for row in _rows(self.path):
-                self.reached = row["step"], datetime.datetime.fromtimestamp(written, datetime.timezone.utc)
+                self.reached = row["step"], datetime.datetime.fromtimestamp(written, datetime.UTC)
                 if row["step"] < self._step:
                     file.write(json.dumps(row) + "\n")
 
@@ -134,12 +131,12 @@ class StartsFile(LoggerDestination):
         self._is_running = True
         row: dict[str, Any] = {
             "event": "start",
-            "time": _text(datetime.datetime.now(datetime.timezone.utc)),
+            "time": _text(datetime.datetime.now(datetime.UTC)),
             "step": state.timestamp.batch.value,
             "world_size": dist.get_world_size(),
             "num_nodes": dist.get_world_size() // dist.get_local_world_size(),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-            "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in _PACKAGES},
+            "versions": package_versions(),
         }
         if self.metrics is not None and self.metrics.reached is not None:
             step, written = self.metrics.reached
@@ -151,7 +148,7 @@ class StartsFile(LoggerDestination):
         if not self._is_running:
             return
         self._is_running = False
-        now = _text(datetime.datetime.now(datetime.timezone.utc))
+        now = _text(datetime.datetime.now(datetime.UTC))
         row: dict[str, Any] = {"event": "end", "time": now, "step": state.timestamp.batch.value}
         if self.marker.is_file():
             row["signal"] = json.loads(self.marker.read_text(encoding="utf-8")).get("signal")

@@ -312,8 +312,3 @@ def _cpu_problems(config: Config) -> Iterator[str]:
             f"trainer.precision is {trainer.precision.value} with trainer.device {trainer.device.value}{why}, but a "
             "CPU trains in fp32. Set trainer.precision=fp32."
         )
-    if trainer.num_replicas > 1:
-        yield (
-            f"trainer.num_replicas is {trainer.num_replicas} without GPUs, but gloo cannot average between groups of "
-            "ranks. Set trainer.num_replicas=1."
-        )

@@ -89,6 +89,22 @@ def decode_reduced(data: bytes, side: int) -> Reduced:
     return _decode(data, side)
 
 
+def resample(
+    image: Image.Image,
+    size: tuple[int, int],
+    kind: Image.Resampling,
+    box: tuple[float, float, float, float] | None = None,
+) -> Image.Image:
+    """Resize the part of an image within a box (left, top, right, bottom; None: all) to a width and height.
+
+    Rows are resampled before columns. The order decides how 8-bit values between them are rounded, and Pillow chooses
+    it by the sizes since version 13: pixels, and encoded data with them, would depend on the version.
+    """
+    left, top, right, bottom = box or (0, 0, *image.size)
+    rows = image.resize((size[0], image.height), kind, box=(left, 0, right, image.height))
+    return rows.resize(size, kind, box=(0, top, size[0], bottom))
+
+
 def _decode(data: bytes, side: int | None) -> Reduced:
     if not data:
         raise UndecodableImageError("undecodable", "the file is empty")

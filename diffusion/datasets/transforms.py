@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from diffusion.config.data import Crop, ImageSize
+from diffusion.datasets.images import resample
 from diffusion.randomness import Purpose, random_word
 
 _VERSION = 1
@@ -62,8 +63,7 @@ class ImageTransform:
         """Transform an RGB image to uint8 [3, H, W]; epoch and `sample_address` address the random numbers."""
         left, top, width, height = self._part(image.size, epoch, sample)
         box = (left, top, min(left + width, image.width), min(top + height, image.height))
-        resized = image.resize((self.size.width, self.size.height), Image.Resampling.LANCZOS, box=box)
-        pixels = np.asarray(resized)
+        pixels = np.asarray(resample(image, (self.size.width, self.size.height), Image.Resampling.LANCZOS, box))
         if self._is_mirrored(epoch, sample):
             pixels = pixels[:, ::-1]
         return np.ascontiguousarray(pixels.transpose(2, 0, 1))

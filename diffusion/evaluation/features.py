@@ -17,12 +17,13 @@ from PIL import Image
 from torch import Tensor, nn
 
 from diffusion.distributed import is_first_rank, map_on_ranks
-from diffusion.errors import ConfigurationError, first_line
+from diffusion.errors import ConfigurationError, error_context, first_line
 from diffusion.evaluation.config import EvaluationConfig, Metric, NetworksConfig, ResizeFilter
 from diffusion.evaluation.images import Images
 from diffusion.evaluation.statistics import Array
 from diffusion.models.architectures import with_seed
-from diffusion.models.pretrained import freeze, load_pretrained, module_identity
+from diffusion.models.model_folders import load_pretrained
+from diffusion.models.pretrained import freeze, module_identity
 from diffusion.models.tokenizers import repair
 from diffusion.plugins import build_plugin
 
@@ -121,15 +122,15 @@ class Clip(nn.Module):
         from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
 
         super().__init__()
-        try:
-            self._model: Any = load_pretrained(CLIPModel, source, local_files_only=local_files_only)
-            self._tokenizer = load_pretrained(CLIPTokenizer, source, local_files_only=local_files_only)
-            processor: Any = load_pretrained(CLIPImageProcessor, source, local_files_only=local_files_only)
-        except ConfigurationError as error:
-            raise ConfigurationError(
-                f"{key}={source}: the CLIP model is missing. Give a folder with its config.json, model.safetensors, "
-                f"tokenizer files and preprocessor_config.json, or a hub name that this machine can reach"
-            ) from error
+        options: dict[str, Any] = {
+            "local_files_only": local_files_only,
+            "remedy": "Give a folder of a CLIP model with config.json, model.safetensors, tokenizer files and "
+            "preprocessor_config.json, or a hub name that this machine can reach",
+        }
+        with error_context(f"{key}={source}"):
+            self._model: Any = load_pretrained(CLIPModel, source, **options)
+            self._tokenizer: Any = load_pretrained(CLIPTokenizer, source, **options)
+            processor: Any = load_pretrained(CLIPImageProcessor, source, **options)
         freeze(self._model)
         self.name = f"clip-{Path(source).name}"
         self.identity = module_identity(self._model)

@@ -5,7 +5,6 @@ prompt, image of the prompt), and batches are divided by image number. So an ima
 to the bit on one kind of machine. Another batch size changes rounding errors. An interrupted generation continues.
 """
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from diffusion.checkpointing.layout import batch_of
 from diffusion.config.model import Sampler
 from diffusion.distributed import barrier, is_first_rank, on_first_rank, rank, world_size
 from diffusion.ema.posthoc import AVERAGE_SUFFIX
-from diffusion.errors import ConfigurationError, DataError, MachineError, first_line
+from diffusion.errors import ConfigurationError, DataError, MachineError, UserError, first_line
 from diffusion.evaluation.config import SamplingConfig
 from diffusion.evaluation.prompts import Prompt, write_listing
 from diffusion.evaluation.protocol import content_hash, difference, text_hash
@@ -31,8 +30,9 @@ from diffusion.files import atomic_path, read_json, write_json
 from diffusion.loading import load_model
 from diffusion.models.conditioning import DualTextEncoder
 from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.model_folders import PIPELINE_INDEX, load_pretrained
 from diffusion.models.networks import patch_size_of
-from diffusion.models.pretrained import PIPELINE_INDEX, is_pipeline, module_identity
+from diffusion.models.pretrained import is_pipeline, module_identity
 from diffusion.models.sampling import choose_sampler, inference_scheduler, training_scheduler
 from diffusion.randomness import Purpose, normal
 
@@ -221,10 +221,11 @@ def _load_pipeline(folder: Path) -> Any:
 
     classes = (StableDiffusionPipeline, StableDiffusionXLPipeline, PRXPipeline)
     kinds: dict[str, Any] = {kind.__name__: kind for kind in classes}
+    options: dict[str, Any] = {"use_safetensors": True, "dtype": torch.float32, "remedy": "Export it again"}
     try:
-        kind = kinds[json.loads((folder / PIPELINE_INDEX).read_text(encoding="utf-8"))["_class_name"]]
-        return kind.from_pretrained(folder, use_safetensors=True, local_files_only=True)
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        kind = kinds[read_json(folder / PIPELINE_INDEX)["_class_name"]]
+        return load_pretrained(kind, folder, local_files_only=True, **options)
+    except (UserError, LookupError, TypeError) as error:
         reason = first_line(error)
         raise ConfigurationError(f"model={folder} is no {' or '.join(kinds)}: {reason}") from error
 

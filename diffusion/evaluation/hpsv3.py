@@ -16,8 +16,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from diffusion.errors import ConfigurationError, first_line
+from diffusion.errors import ConfigurationError, error_context, first_line
 from diffusion.evaluation.protocol import text_hash
+from diffusion.models.model_folders import load_pretrained
 from diffusion.models.pretrained import freeze, module_identity
 
 WEIGHTS, INSTRUCTION = "HPSv3.safetensors", "instruction.txt"
@@ -45,33 +46,32 @@ class RewardModel:
         from transformers import AutoConfig, AutoProcessor, Qwen2VLModel
 
         path = Path(folder).expanduser()
-        options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-        try:
-            self._instruction = (path / INSTRUCTION).read_text(encoding="utf-8")
-            if PROMPT not in self._instruction or self._instruction.count(REWARD_TOKEN) != 1:
-                raise ValueError(f"{INSTRUCTION} needs {PROMPT}, and {REWARD_TOKEN} once.")
-            self._processor: Any = AutoProcessor.from_pretrained(path, **options)
-            self._processor.tokenizer.add_tokens([REWARD_TOKEN], special_tokens=True)
-            config: Any = AutoConfig.from_pretrained(path, **options)
-            weights = load_file(path / WEIGHTS)
-            self._head = _head_layers(weights, device)
-            backbone = {backbone_name(name): tensor for name, tensor in weights.items() if _is_of_backbone(name)}
-            # The authors' table has a row for each token of the tokenizer; Qwen2-VL's own has some to spare.
-            config.get_text_config().vocab_size = len(backbone["language_model.embed_tokens.weight"])
-            dtype = backbone["language_model.embed_tokens.weight"].dtype
-            loaded: Any = Qwen2VLModel.from_pretrained(
-                None, config=config, state_dict=backbone, dtype=dtype, output_loading_info=True
-            )
-            model, info = loaded
-            if lacking := info["missing_keys"]:
-                raise ValueError(f"{WEIGHTS} lacks {len(lacking)} weights, {min(lacking)} among them.")
-        except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-            reason = first_line(error)
-            raise ConfigurationError(
-                f"protocol.networks.hpsv3={folder}: {reason} Give a folder with config.json, tokenizer files, chat "
-                f"template and preprocessor_config.json of Qwen2-VL-7B-Instruct, {WEIGHTS}, and {INSTRUCTION} "
-                "(docs/evaluation.md)"
-            ) from error
+        remedy = (
+            "Give a folder with config.json, tokenizer files, chat template and preprocessor_config.json of "
+            f"Qwen2-VL-7B-Instruct, {WEIGHTS}, and {INSTRUCTION} (docs/evaluation.md)"
+        )
+        with error_context(f"protocol.networks.hpsv3={folder}"):
+            self._processor: Any = load_pretrained(AutoProcessor, path, local_files_only=True, remedy=remedy)
+            config: Any = load_pretrained(AutoConfig, path, local_files_only=True, remedy=remedy)
+            try:
+                self._instruction = (path / INSTRUCTION).read_text(encoding="utf-8")
+                if PROMPT not in self._instruction or self._instruction.count(REWARD_TOKEN) != 1:
+                    raise ValueError(f"{INSTRUCTION} needs {PROMPT}, and {REWARD_TOKEN} once.")
+                self._processor.tokenizer.add_tokens([REWARD_TOKEN], special_tokens=True)
+                weights = load_file(path / WEIGHTS)
+                self._head = _head_layers(weights, device)
+                backbone = {backbone_name(name): tensor for name, tensor in weights.items() if _is_of_backbone(name)}
+                # The authors' table has a row for each token of the tokenizer; Qwen2-VL's own has some to spare.
+                config.get_text_config().vocab_size = len(backbone["language_model.embed_tokens.weight"])
+                dtype = backbone["language_model.embed_tokens.weight"].dtype
+                loaded: Any = Qwen2VLModel.from_pretrained(
+                    None, config=config, state_dict=backbone, dtype=dtype, output_loading_info=True
+                )
+                model, info = loaded
+                if lacking := info["missing_keys"]:
+                    raise ValueError(f"{WEIGHTS} lacks {len(lacking)} weights, {min(lacking)} among them.")
+            except (OSError, ValueError, LookupError, RuntimeError, AttributeError, SafetensorError) as error:
+                raise ConfigurationError(f"{first_line(error)} {remedy}") from error
         self._model: Any = freeze(model).to(device)
         self._token = self._processor.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
         head = hashlib.sha256(b"".join(part.cpu().numpy().tobytes() for layer in self._head for part in layer))

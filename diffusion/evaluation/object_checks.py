@@ -15,12 +15,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from diffusion.errors import ConfigurationError, first_line
+from diffusion.errors import ConfigurationError, error_context
 from diffusion.evaluation.config import CompositionalConfig
 from diffusion.evaluation.prompts import Prompt
 from diffusion.evaluation.protocol import Protocol as NumberProtocol
 from diffusion.evaluation.protocol import content_hash
 from diffusion.evaluation.suites import Suite, read_json_items
+from diffusion.models.model_folders import load_pretrained
 from diffusion.models.pretrained import freeze, module_identity
 
 SHAPES = "shapes"
@@ -74,17 +75,14 @@ class ZeroShotDetector:
     def __init__(self, folder: str, threshold: float, device: torch.device) -> None:
         from transformers import AutoModelForZeroShotObjectDetection, AutoProcessor
 
-        path = Path(folder).expanduser()
-        try:
-            options: dict[str, Any] = {"local_files_only": True}
-            self._processor: Any = AutoProcessor.from_pretrained(path, **options)
-            model: Any = AutoModelForZeroShotObjectDetection.from_pretrained(path, use_safetensors=True, **options)
-        except (OSError, ValueError, ImportError) as error:
-            reason = first_line(error)
-            raise ConfigurationError(
-                f"protocol.compositional.detector={folder}: {reason} Give a folder with config.json, "
-                "model.safetensors, tokenizer files and preprocessor_config.json of an OWL-ViT or OWLv2 model"
-            ) from error
+        options: dict[str, Any] = {
+            "local_files_only": True,
+            "remedy": "Give a folder with config.json, model.safetensors, tokenizer files and preprocessor_config.json "
+            "of an OWL-ViT or OWLv2 model",
+        }
+        with error_context(f"protocol.compositional.detector={folder}"):
+            self._processor: Any = load_pretrained(AutoProcessor, folder, **options)
+            model: Any = load_pretrained(AutoModelForZeroShotObjectDetection, folder, **options)
         self._model = freeze(model).to(device)
         self._device, self.threshold = device, threshold
         self._pads_to_square = model.config.model_type == "owlv2"  # On the right and below.

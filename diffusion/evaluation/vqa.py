@@ -4,13 +4,13 @@ Shape letters: Q questions, A answers, V tokens of the vocabulary.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from PIL import Image
 
-from diffusion.errors import ConfigurationError, first_line
+from diffusion.errors import error_context
+from diffusion.models.model_folders import load_pretrained
 from diffusion.models.pretrained import freeze, module_identity
 
 ASKED = "{question} Answer in one word."
@@ -46,19 +46,14 @@ class VisionLanguageModel:
     def __init__(self, folder: str, device: torch.device) -> None:
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
-        path = Path(folder).expanduser()
-        options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-        try:
-            self._processor: Any = AutoProcessor.from_pretrained(path, **options)
-            model: Any = AutoModelForImageTextToText.from_pretrained(
-                path, dtype="auto", use_safetensors=True, **options
-            )
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            reason = first_line(error)
-            raise ConfigurationError(
-                f"protocol.networks.vqa={folder}: {reason} Give a folder with config.json, safetensors, tokenizer "
-                "files, preprocessor_config.json and a chat template of a vision-language model such as Qwen3-VL"
-            ) from error
+        options: dict[str, Any] = {
+            "local_files_only": True,
+            "remedy": "Give a folder with config.json, safetensors, tokenizer files, preprocessor_config.json and a "
+            "chat template of a vision-language model such as Qwen3-VL",
+        }
+        with error_context(f"protocol.networks.vqa={folder}"):
+            self._processor: Any = load_pretrained(AutoProcessor, folder, **options)
+            model: Any = load_pretrained(AutoModelForImageTextToText, folder, dtype="auto", **options)
         self._model: Any = freeze(model).to(device)
         self._processor.tokenizer.padding_side = "left"  # The answer follows the last token of each question.
         self.identity = f"{model.config.model_type} {module_identity(model)}"
@@ -79,7 +74,12 @@ class VisionLanguageModel:
             for question in questions
         ]
         inputs = self._processor.apply_chat_template(
-            chats, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt", padding=True
+            chats,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            processor_kwargs={"padding": True},
         )
         outputs = self._model.generate(
             **inputs.to(self._model.device, self._model.dtype),

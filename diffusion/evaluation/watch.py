@@ -13,7 +13,6 @@ import math
 import os
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
@@ -22,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from diffusion import storage
-from diffusion.callbacks.loggers import as_machine_error
+from diffusion.callbacks.loggers import starting_wandb
 from diffusion.checkpointing.find import checkpoint_folder, find_damage
 from diffusion.checkpointing.layout import batch_of, is_half_written, list_checkpoints, remove_copy
 from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoints
 from diffusion.checkpointing.resume import FINISHED
 from diffusion.config.checks import num_batches
 from diffusion.config.schema import Config
-from diffusion.config.secrets import redact_arguments
 from diffusion.config.training import WandbConfig
 from diffusion.distributed import barrier, is_first_rank, on_first_rank, start_process_group
 from diffusion.errors import DataError, MachineError
@@ -475,7 +473,7 @@ def _open_wandb(folder: Path, settings: WandbConfig, run: Entry) -> Any:
     import wandb
 
     name = f"{run.run_name}-evaluation"
-    with as_machine_error():
+    with starting_wandb():
         started = wandb.init(
             project=settings.project,
             entity=settings.entity,
@@ -486,7 +484,6 @@ def _open_wandb(folder: Path, settings: WandbConfig, run: Entry) -> Any:
             id=hashlib.sha256(f"{name} {folder.resolve()}".encode()).hexdigest()[:12],
             resume="allow",
             mode="offline" if settings.offline else "online",
-            settings={"_args": redact_arguments(sys.argv[1:])},
         )
     started.define_metric(STEP)
     started.define_metric("evaluation/*", step_metric=STEP)

@@ -20,9 +20,10 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from diffusion.config.model import AlignmentConfig
-from diffusion.errors import ConfigurationError
+from diffusion.errors import ConfigurationError, error_context
+from diffusion.models.model_folders import load_pretrained
 from diffusion.models.networks import component_name
-from diffusion.models.pretrained import freeze, load_pretrained
+from diffusion.models.pretrained import freeze
 
 PREPROCESSOR = "preprocessor_config.json"
 
@@ -119,16 +120,16 @@ def read_image_encoder(folder: str) -> tuple[type[Any], Any]:
     Raises:
         ConfigurationError: there is none that transformers knows.
     """
-    try:
-        config = AutoConfig.from_pretrained(Path(folder).expanduser(), local_files_only=True, trust_remote_code=False)
-        if isinstance(config.patch_size, int):
-            return MODEL_MAPPING[type(config)], config  # pyright: ignore[reportReturnType]
-    except (OSError, ValueError, KeyError, AttributeError):
-        pass
-    raise ConfigurationError(
-        f"model.alignment.path={folder} is no folder of a vision transformer that transformers knows, such as DINOv2: "
-        f"give one with config.json, model.safetensors and {PREPROCESSOR}"
+    remedy = (
+        "Give the folder of a vision transformer that transformers knows, such as DINOv2: config.json, "
+        f"model.safetensors, {PREPROCESSOR}"
     )
+    with error_context(f"model.alignment.path={folder}"):
+        config: Any = load_pretrained(AutoConfig, folder, local_files_only=True, remedy=remedy)
+        kind: Any = MODEL_MAPPING.get(type(config), None)
+        if kind is None or not isinstance(getattr(config, "patch_size", None), int):
+            raise ConfigurationError(f"{config.model_type} is no vision transformer. {remedy}")
+    return kind, config
 
 
 def load_image_encoder(folder: str) -> ImageEncoder:
@@ -138,7 +139,7 @@ def load_image_encoder(folder: str) -> ImageEncoder:
         ConfigurationError: there is none in safetensors, or the moments of its pixels are missing.
     """
     kind, config = read_image_encoder(folder)
-    options: dict[str, Any] = {"config": config, "dtype": torch.float32}
+    options: dict[str, Any] = {"config": config}
     if "add_pooling_layer" in inspect.signature(kind).parameters:  # Weights of classifiers have none.
         options["add_pooling_layer"] = False
     network = load_pretrained(kind, folder, local_files_only=True, **options)

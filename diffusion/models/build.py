@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from diffusion.config.model import Architecture, FlowConfig, ModelConfig, ObjectiveConfig, PredictionType
@@ -64,6 +65,8 @@ def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: 
         )
     adapter, scores, alignment = config.text_adapter, config.score_conditioning, config.alignment
     encoder = load_image_encoder(alignment.path) if alignment else None
+    with torch.device("cpu"):  # Its tables are read by the host, also where the weights are on another device.
+        noise_scheduler = build_noise_scheduler(objective)
     return LatentDiffusion(
         network=network,
         text_adapter=with_seed(seed, lambda: build_text_adapter(adapter, frozen.text_encoder)) if adapter else None,
@@ -73,7 +76,7 @@ def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: 
         else None,
         image_encoder=encoder,
         frozen=frozen,
-        noise_scheduler=build_noise_scheduler(objective),
+        noise_scheduler=noise_scheduler,
         objective=objective,
         resolution=resolution,
         seed=seed,
@@ -135,7 +138,7 @@ def load_family(
         seed: seed of random weights and of the random numbers of training.
 
     Returns:
-        The model, on the CPU, in eval mode.
+        The model in eval mode, on the CPU or on the device of a surrounding `with torch.device(...)`.
 
     Raises:
         ConfigurationError: weights are missing or do not fit, or an option is invalid.

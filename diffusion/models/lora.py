@@ -32,7 +32,7 @@ def add_lora(network: nn.Module, config: LoraConfig, seed: int) -> None:
         ConfigurationError: the network has no layer of a target's name.
     """
     if find_spec("peft") is None:
-        raise MachineError("model.lora needs the package peft: pip install -e '.[lora]'")
+        raise MachineError("model.lora needs the package peft: uv pip install -e '.[lora]'")
     adapter = _peft_config(config)
     for target in config.targets:
         if not any(name == target or name.endswith(f".{target}") for name, _ in network.named_modules()):

@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import requests
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.transformers.transformer_prx import PRXTransformer2DModel
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import snapshot_download
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -40,16 +39,11 @@ from diffusion.models.architectures import (
     with_seed,
 )
 from diffusion.models.conditioning import DualTextEncoder, TextEncoder
+from diffusion.models.model_folders import PIPELINE_INDEX, load_pretrained, local_folder
 from diffusion.models.networks import Network, component_name
 from diffusion.models.text_encoders import LanguageModel, read_language_model
 from diffusion.models.tokenizers import load_tokenizer, tokenize
 
-Loaded = TypeVar("Loaded")
-
-HUB_TIMEOUT = 10.0
-"""Seconds for the connection to the hub, and for its answer."""
-
-PIPELINE_INDEX = "model_index.json"
 SCHEDULER_CONFIG = "scheduler/scheduler_config.json"
 SCHEDULER_KEY = "scheduler"
 """Key of the same in the header of one file."""
@@ -203,73 +197,8 @@ def load_language_model(folder: str, pad_token_id: int) -> LanguageModel:
         ConfigurationError: there is none in safetensors.
     """
     kind, config = read_language_model(folder)
-    options: dict[str, Any] = {"config": config, "dtype": torch.float32, "attn_implementation": "eager"}
-    model = load_pretrained(kind, folder, local_files_only=True, **options)
+    model = load_pretrained(kind, folder, local_files_only=True, config=config, attn_implementation="eager")
     return LanguageModel(model, pad_token_id)
-
-
-def _local_folder(source: str) -> Path | None:
-    """Path of a local folder; None for a hub name."""
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        return folder
-    if source.startswith((".", "/", "~")) or source.count("/") > 1:
-        raise ConfigurationError(f"there is no folder {source}: give a folder in the diffusers layout, or a hub name")
-    return None
-
-
-def hub_unavailable_reason() -> str | None:
-    """Reason why the hub is not available, or None.
-
-    One attempt is made, because huggingface_hub repeats its own for more than a minute per file.
-    """
-    if constants.HF_HUB_OFFLINE:
-        return None  # huggingface_hub reports this itself.
-    try:
-        requests.head(constants.ENDPOINT, timeout=HUB_TIMEOUT)
-    except requests.RequestException as error:
-        return f"{constants.ENDPOINT} does not answer ({type(error).__name__})."
-    return None
-
-
-def load_pretrained(
-    kind: type[Loaded], source: str, subfolder: str | None = None, *, local_files_only: bool, **options: Any
-) -> Loaded:
-    """Load one part from a folder in the diffusers layout, from the hub, or from the local cache of the hub.
-
-    Only safetensors are read, because other formats can run code.
-
-    Raises:
-        ConfigurationError: the part is missing, incomplete or in another layout.
-    """
-    where = f"{source}/{subfolder}" if subfolder else source
-    folder = _local_folder(source)
-    unavailable = None if folder is not None or local_files_only else hub_unavailable_reason()
-    if issubclass(kind, nn.Module):
-        options |= {"use_safetensors": True, "output_loading_info": True}
-    try:
-        loaded: Any = kind.from_pretrained(  # pyright: ignore[reportAttributeAccessIssue]
-            source if folder is None else str(folder),
-            **({"subfolder": subfolder} if subfolder else {}),
-            local_files_only=local_files_only or unavailable is not None,
-            low_cpu_mem_usage=False,
-            **options,
-        )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = " ".join(filter(None, [unavailable, first_line(error)]))
-        raise ConfigurationError(
-            f"{kind.__name__} could not be loaded from {where}: {reason} Give a folder in the diffusers layout with "
-            f"safetensors (vae/, text_encoder/, with SDXL text_encoder_2/), or a hub name that this machine can reach."
-        ) from error
-    if not issubclass(kind, nn.Module):
-        return loaded
-    module, info = loaded
-    if info["missing_keys"]:  # The libraries would initialise them at random, with a warning only.
-        raise ConfigurationError(
-            f"{where} lacks {len(info['missing_keys'])} weights of {kind.__name__}, {min(info['missing_keys'])} among "
-            f"them: if a newer version of transformers wrote it, export it with `scripts/export.py` or load it there"
-        )
-    return module
 
 
 # The network of a folder
@@ -361,7 +290,7 @@ def network_folder(source: str, component: str, *, local_files_only: bool) -> Pa
     Raises:
         ConfigurationError: the network is missing.
     """
-    if (folder := _local_folder(source)) is not None:
+    if (folder := local_folder(source)) is not None:
         return folder
     files = ("config.json", f"{_WEIGHTS}.safetensors", f"{_WEIGHTS}-*.safetensors")
     wanted = [*(f"{component}/{file}" for file in files), SCHEDULER_CONFIG]

@@ -17,7 +17,8 @@ from diffusion.config.model import ModelConfig, TextAdapterConfig
 from diffusion.datasets.transforms import Placement
 from diffusion.files import read_json, write_json
 from diffusion.models.conditioning import Conditioner
-from diffusion.models.pretrained import load_language_model, load_pretrained, read_safetensors
+from diffusion.models.model_folders import load_pretrained
+from diffusion.models.pretrained import load_language_model, read_safetensors
 from diffusion.models.sampling import expand_prompts
 from diffusion.models.text_adapter import Adapter, build_text_adapter
 from diffusion.models.text_encoders import load_language_tokenizer

@@ -3,14 +3,14 @@
 Shape letters: B batch, L tokens, D width of the text encoding.
 """
 
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING, MODEL_MAPPING
 
-from diffusion.errors import ConfigurationError, first_line
+from diffusion.errors import ConfigurationError, error_context
+from diffusion.models.model_folders import load_pretrained
 
 
 class LanguageModel(nn.Module):
@@ -58,15 +58,14 @@ def read_language_model(folder: str) -> tuple[type[Any], Any]:
     Raises:
         ConfigurationError: there is none that transformers knows.
     """
-    path = Path(folder).expanduser()
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        kind = MODEL_FOR_TEXT_ENCODING_MAPPING.get(type(config), None) or MODEL_MAPPING[type(config)]
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigurationError(
-            f"model.text_encoder.path={folder} is no folder of a language model that transformers knows: give one with "
-            "config.json, model.safetensors and tokenizer.json"
-        ) from error
+    remedy = (
+        "Give the folder of a language model that transformers knows: config.json, model.safetensors, tokenizer.json"
+    )
+    with error_context(f"model.text_encoder.path={folder}"):
+        config: Any = load_pretrained(AutoConfig, folder, local_files_only=True, remedy=remedy)
+        kind = MODEL_FOR_TEXT_ENCODING_MAPPING.get(type(config), None) or MODEL_MAPPING.get(type(config), None)
+        if kind is None:
+            raise ConfigurationError(f"{config.model_type} is no language model. {remedy}")
     config.is_encoder_decoder = False  # T5Gemma's encoder asks for it.
     return kind, config  # pyright: ignore[reportReturnType]
 
@@ -82,15 +81,12 @@ def load_language_tokenizer(folder: str, max_tokens: int) -> Any:
     Raises:
         ConfigurationError: there is none.
     """
-    path = Path(folder).expanduser()
-    options = {"local_files_only": True, "trust_remote_code": False, "padding_side": "right"}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, model_max_length=max_tokens, **options)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:  # TypeError: files are missing.
-        reason = first_line(error)
-        raise ConfigurationError(
-            f"model.text_encoder.path={folder} has no tokenizer that transformers loads ({reason}): add tokenizer.json"
-        ) from error
+    options: dict[str, Any] = {"padding_side": "right", "model_max_length": max_tokens}
+    remedy = "There is no tokenizer that transformers loads: add tokenizer.json"
+    with error_context(f"model.text_encoder.path={folder}"):
+        tokenizer: Any = load_pretrained(AutoTokenizer, folder, local_files_only=True, remedy=remedy, **options)
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            raise ConfigurationError(f"a {type(tokenizer).__name__} was loaded. {remedy}")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

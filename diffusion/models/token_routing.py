@@ -70,7 +70,8 @@ class TokenRouter:
         named = {**dict(zip(ARGUMENTS[: len(arguments)], arguments, strict=True)), **named}
         if block is self._first:
             self._tokens: Tensor = named["hidden_states"]  # [B, L, D]
-            named["hidden_states"] = torch.take_along_dim(self._tokens, self.kept[..., None], dim=1)
+            # `gather` keeps the index for the backward pass without its D copies, `take_along_dim` with them.
+            named["hidden_states"] = self._tokens.gather(1, self.kept[..., None].expand(-1, -1, self._tokens.shape[-1]))
             # [B, 1, L, ...]
             self._positions = torch.take_along_dim(
                 named["image_rotary_emb"], self.kept[:, None, :, None, None, None], dim=2

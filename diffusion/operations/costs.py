@@ -167,7 +167,7 @@ def project(
 
 def mark_spent(run: Path, step: int, reason: str) -> None:
     """Record that the budget of a run is spent."""
-    time = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     write_json(run / BUDGET, {"time": time, "step": step, "reason": reason})
 
 

@@ -69,7 +69,7 @@ class EventLog:
 
     def add(self, event: EventKind, reason: str = "", **more: Any) -> None:
         """Write and post an event with its reason in words and further fields."""
-        time = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
+        time = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         row = {"time": time, "event": event.value, "reason": reason, **more}
         details = ", ".join(f"{key} {value}" for key, value in more.items())
         log.warning("%s%s%s", event.value, f" ({details})" if details else "", f": {reason}" if reason else "")

@@ -103,7 +103,7 @@ def _start(settings: PrometheusConfig, read: Callable[[], Metrics]) -> Any:
         from prometheus_client.core import GaugeMetricFamily
         from prometheus_client.registry import Collector
     except ImportError as error:
-        raise MachineError("metrics for Prometheus need prometheus-client: pip install -e '.[metrics]'") from error
+        raise MachineError("metrics for Prometheus need prometheus-client: uv pip install -e '.[metrics]'") from error
 
     class Reader(Collector):
         def collect(self) -> Iterator[GaugeMetricFamily]:

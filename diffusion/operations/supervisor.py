@@ -276,7 +276,7 @@ class Supervisor:
     def _end_hang(self, job: subprocess.Popen, heartbeats: Sequence[HeartbeatRecord], reason: str) -> Ending:
         """Write the stack traces of the ranks and kill the job."""
         text = collect_stacks(self.heartbeats, heartbeats)
-        now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%d-%H%M%S")
+        now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
         path = self.run_folder / f"stacks-{now}.txt"
         log.error("%s", text)
         try:

@@ -24,8 +24,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import CLIPImageProcessor, CLIPVisionModelWithProjection
 
-from diffusion.errors import DataError
-from diffusion.preparation.plugins import check_model_folder, choose_device, choose_dtype
+from diffusion.errors import DataError, error_context
+from diffusion.preparation.plugins import check_model_folder, choose_device, choose_dtype, load_part
 
 DIGITS = 3
 """Decimals of a score: more would show how a batch was cut, by the rounding of its sums."""
@@ -53,10 +53,9 @@ class AestheticScore:
         self._dtype = choose_dtype(precision)
         self._device = choose_device(device)
         folder = check_model_folder(clip, "clip", "CLIP", "preprocessor_config.json")
-        self._processor = CLIPImageProcessor.from_pretrained(folder, local_files_only=True)
-        model: Any = CLIPVisionModelWithProjection.from_pretrained(
-            folder, local_files_only=True, use_safetensors=True, dtype=self._dtype
-        )
+        with error_context("clip"):
+            self._processor: Any = load_part(CLIPImageProcessor, folder)
+            model: Any = load_part(CLIPVisionModelWithProjection, folder, dtype=self._dtype)
         self._clip = model.eval().to(self._device)
         self._head = load_head(Path(head), model.config.projection_dim).to(self._device)
 

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from diffusion.errors import ConfigurationError
-from diffusion.preparation.plugins import check_model_folder, choose_device, choose_dtype
+from diffusion.errors import ConfigurationError, error_context
+from diffusion.preparation.plugins import check_model_folder, choose_device, choose_dtype, load_part
 
 
 class ImageToText:
@@ -55,10 +55,9 @@ class ImageToText:
         whole = "processor_config.json"
         processor = whole if Path(folder, whole).is_file() else "preprocessor_config.json"
         path = check_model_folder(folder, "folder", "an image-to-text model", processor)
-        self._processor: Any = AutoProcessor.from_pretrained(path, local_files_only=True)
-        model: Any = AutoModelForImageTextToText.from_pretrained(
-            path, local_files_only=True, use_safetensors=True, dtype=dtype
-        )
+        with error_context("folder"):
+            self._processor: Any = load_part(AutoProcessor, path)
+            model: Any = load_part(AutoModelForImageTextToText, path, dtype=dtype)
         self._model = model.eval().to(self._device)
         self._dtype = dtype
         self._prompt = prompt

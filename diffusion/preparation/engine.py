@@ -316,7 +316,7 @@ def _connected(workers: Workers) -> Any:
         import ray.data
         import ray.exceptions
     except ImportError as error:
-        raise ConfigurationError("Ray is not installed; pip install -e '.[ray]'") from error
+        raise ConfigurationError("Ray is not installed; uv pip install -e '.[ray]'") from error
     if not ray.is_initialized():
         _start(ray, workers.ray.address or os.environ.get("RAY_ADDRESS"), workers.number)
     logging.getLogger("ray.data").setLevel(logging.WARNING)

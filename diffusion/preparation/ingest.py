@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any, NamedTuple, NoReturn
 
 from diffusion import storage
@@ -213,7 +213,7 @@ class Ingestion:
 
     def _add_dead_letter(self, letter: dict[str, Any]) -> None:
         """Add an entry to the list of dead letters."""
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        now = datetime.now(UTC).isoformat(timespec="seconds")
         self._dead_letters.append({"time": now, **{name: value for name, value in letter.items() if value}})
         _write_dead_letters(self._config.out, self._dead_letters)
 

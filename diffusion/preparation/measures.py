@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from diffusion.datasets.images import resample
+
 REDUCED_SIDE = 96
 """Longer side in pixels of the grey image that sharpness is measured on; smaller ones are not enlarged."""
 
@@ -91,7 +93,7 @@ def perceptual_hash(rgb: Image.Image) -> int:
         The hash, below 2^64; the bits of the brightness are the high ones.
     """
     transform, bright, coloured = _frequencies()
-    small = rgb.resize((HASH_SIDE, HASH_SIDE), Image.Resampling.BOX).convert("YCbCr")
+    small = resample(rgb, (HASH_SIDE, HASH_SIDE), Image.Resampling.BOX).convert("YCbCr")
     values = np.frombuffer(small.tobytes(), np.uint8).reshape(HASH_SIDE, HASH_SIDE, 3)
     values = values.transpose(2, 0, 1).astype(np.float64)
     spectrum = transform @ values @ transform.T
@@ -129,7 +131,7 @@ def _reduced_grey(rgb: Image.Image) -> Image.Image:
     grey = rgb.convert("L")
     if shrink <= 1:
         return grey
-    return grey.resize((max(round(width / shrink), 1), max(round(height / shrink), 1)), Image.Resampling.BOX)
+    return resample(grey, (max(round(width / shrink), 1), max(round(height / shrink), 1)), Image.Resampling.BOX)
 
 
 @functools.cache

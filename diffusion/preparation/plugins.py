@@ -159,6 +159,19 @@ def check_model_folder(folder: str | Path, key: str, what: str, *more: str) -> P
     return folder
 
 
+def load_part(kind: type[Any], folder: Path, **options: Any) -> Any:
+    """Load a part of a model, of a class of transformers, from a folder in which no file is missing.
+
+    Raises:
+        ConfigurationError: it is refused, or cannot be loaded.
+        DataError: a configuration cannot be read.
+    """
+    from diffusion.models.model_folders import load_pretrained  # Here: the package `models` takes seconds.
+
+    remedy = "Put a model there as `save_pretrained` writes it"
+    return load_pretrained(kind, folder, local_files_only=True, remedy=remedy, **options)
+
+
 def choose_device(device: str | None) -> "torch.device":
     """Return the device of a name; None is the GPU that the worker was given, else the CPU.
 

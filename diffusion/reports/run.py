@@ -211,7 +211,7 @@ def _date(time: str | float) -> datetime.datetime:
     """Date of an ISO text, or of seconds since 1970."""
     if isinstance(time, str):
         return datetime.datetime.fromisoformat(time)
-    return datetime.datetime.fromtimestamp(time, datetime.timezone.utc)
+    return datetime.datetime.fromtimestamp(time, datetime.UTC)
 
 
 def _num_steps(curves: Mapping[str, Curve], starts: list[Start]) -> int:

@@ -1,18 +1,26 @@
 """What lies in launchers/: scripts and the Dockerfile are linted, and what they start is something that can be run."""
 
+import hashlib
+import os
 import re
 import shlex
 import subprocess
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import yaml
+from docker.utils.build import exclude_paths
 from kubeflow.training import models
 from kubernetes.client import models as kubernetes
+from kubernetes.utils.quantity import parse_quantity
 from torch.distributed.run import parse_args
 
-from diffusion.config.fields import check_sections
+from diffusion.config.fields import check_sections, parse_size
 from diffusion.config.loading import load_complete, load_config
 from diffusion.config.schema import Config
 from diffusion.distributed import USER_ERROR_EXIT_CODE
@@ -82,11 +90,99 @@ def test_linters_have_no_complaints(linter, files):
     assert done.returncode == 0, done.stdout
 
 
+def instructions(name: str) -> list[str]:
+    """Read the arguments of all instructions of a kind in the Dockerfile."""
+    lines = re.sub(r"^#.*\n", "", (LAUNCHERS / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    return [line.partition(" ")[2] for line in lines.splitlines() if line.startswith(f"{name} ")]
+
+
+def copied_names() -> set[str]:
+    """List the files and folders that the Dockerfile copies."""
+    return {name for line in instructions("COPY") for name in line.split()[:-1]}
+
+
 def test_the_image_has_all_that_the_package_is_made_from():
-    text = (LAUNCHERS / "Dockerfile").read_text()
-    copied = {name for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE) for name in line.split()[:-1]}
+    copied = copied_names()
     assert {name for name in copied if not (ROOT / name).exists()} == set()
     assert {"setup.py", "diffusion", "launchers", "run.py", "evaluate.py", "scripts", "yamls"} <= copied
+
+
+def test_the_image_is_built_on_a_digest_and_runs_as_a_user():
+    assert [re.search(r"@sha256:[0-9a-f]{64}$", base) is not None for base in instructions("FROM")] == [True]
+    uid = re.findall(r"useradd .*?--uid (\d+)", " ".join(instructions("RUN")))
+    assert instructions("USER")[-1].split(":") == uid * 2
+    assert int(uid[0]) > 0
+
+
+def test_the_build_sees_what_it_copies_and_nothing_else(tmp_path):
+    names = {name: name if (ROOT / name).is_file() else f"{name}/file.py" for name in copied_names()}
+    folders = [".git", ".venv", ".venv-311", ".ruff_cache", "runs", "data", "wandb", "shared", "notebooks"]
+    folders += ["diffusion/__pycache__", "scripts/folder/__pycache__"]
+    junk = [".env", "requirements.in", *(f"{folder}/file" for folder in folders)]
+    for path in (tmp_path / name for name in (*names.values(), *junk)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    seen = exclude_paths(str(tmp_path), [line for line in lines if line and not line.startswith("#")])
+    assert {name for name in seen if (tmp_path / name).is_file()} == set(names.values())
+
+
+def write_wheel(folder: Path, name: str, version: str, *requires: str) -> str:
+    """Write a package without modules; returns its line in a lock."""
+    path, info = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    lines += [f"Requires-Dist: {requirement}" for requirement in requires]
+    with ZipFile(path, "w") as wheel:
+        wheel.writestr(f"{info}/METADATA", "\n".join(lines))
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    return f"{name}=={version} --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
+
+
+def install_as_image(project: Path, extras: str | None) -> tuple[set[str], str]:
+    """Run the Dockerfile's installation on another project.
+
+    Returns:
+        Installed packages with their versions, and the messages.
+    """
+    [line] = [part for run in instructions("RUN") for part in run.split("&&") if "uv pip install" in part]
+    [default] = [value for name, _, value in (line.partition("=") for line in instructions("ARG")) if name == "EXTRAS"]
+    site = Path(tempfile.mkdtemp(dir=project))
+    variables = os.environ | {"EXTRAS": extras or default, "UV_NO_INDEX": "1", "UV_FIND_LINKS": str(project / "wheels")}
+    variables["PATH"] = f"{BIN}:{os.environ['PATH']}"
+    command = line.replace("--system", f"--python {BIN / 'python'} --target {site}")
+    done = subprocess.run(["bash", "-c", command], cwd=project, env=variables, capture_output=True, text=True)
+    return {path.stem for path in site.glob("*.dist-info")}, done.stderr
+
+
+def test_the_image_gets_locked_versions_of_the_chosen_extras_and_rejects_other_files(tmp_path):
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    lock = [write_wheel(wheels, name, "1.0") for name in ("scores", "clusters")]
+    lock += [write_wheel(wheels, "capped", "1.0", "array<2"), write_wheel(wheels, "array", "2.0")]
+    write_wheel(wheels, "array", "1.0")
+    write_wheel(wheels, "array", "3.0")
+    write_wheel(tmp_path, "project", "1.0")
+    extras = dict.fromkeys(metadata("diffusion").get_all("Provides-Extra") or [], "[]")
+    extras |= {"evaluation": "['scores']", "ray": "['clusters']"}
+    (tmp_path / "pyproject.toml").write_text(
+        "[build-system]\nrequires = []\nbuild-backend = 'backend'\nbackend-path = ['.']\n"
+        "[project]\nname = 'project'\nversion = '1.0'\ndependencies = ['capped']\n"
+        "[project.optional-dependencies]\n" + "\n".join(f"{name} = {value}" for name, value in extras.items())
+    )
+    wheel = "project-1.0-py3-none-any.whl"
+    (tmp_path / "backend.py").write_text(
+        f"import shutil\ndef build_editable(folder, *_):\n    shutil.copy('{wheel}', folder)\n    return '{wheel}'\n"
+    )
+    (tmp_path / "overrides.txt").write_text("array>=2\n")
+    (tmp_path / "requirements.txt").write_text(
+        "".join(lock) + f"absent==1.0 ; sys_platform == 'win32' --hash=sha256:{'0' * 64}\n"
+    )
+    always = {"project-1.0", "capped-1.0", "array-2.0"}
+    assert install_as_image(tmp_path, None)[0] == always | {"scores-1.0"}
+    assert "clusters-1.0" in install_as_image(tmp_path, "evaluation,lora,metrics,ray,huggingface")[0]
+    (tmp_path / "requirements.txt").write_text(re.sub("sha256:.{8}", "sha256:00000000", "".join(lock)))
+    assert "Hash mismatch" in install_as_image(tmp_path, "lora")[1]
 
 
 def fields_of(kind: str) -> dict[str, str] | None:
@@ -129,6 +225,7 @@ def test_the_job_for_kubernetes_is_what_the_operator_understands():
     config = resolved(container["args"])
     assert config.trainer.async_checkpoints
     assert config.data.local == "/cache/phase1"
+    assert config.data.cache_limit is not None
 
 
 def test_the_jobset_is_what_its_controller_and_kubernetes_understand():
@@ -150,7 +247,9 @@ def test_the_jobset_is_what_its_controller_and_kubernetes_understand():
     assert parsed.nproc_per_node == container["resources"]["limits"]["nvidia.com/gpu"]
     name = job["metadata"]["name"]
     assert parsed.master_addr == f"{name}-{replicated['name']}-0-0.{name}"
-    assert resolved(container["args"]).trainer.async_checkpoints
+    config = resolved(container["args"])
+    assert config.trainer.async_checkpoints
+    assert config.data.cache_limit is not None
 
 
 def test_the_ingestion_is_what_kubernetes_and_the_command_understand(tmp_path):
@@ -188,6 +287,70 @@ def test_mistakes_in_a_job_are_found():
     worker["template"]["spec"]["containers"][0]["volumeMounts"][0]["mountpath"] = "/x"
     job["spec"]["elasticPolicy"]["maxRestarts"] = "100"
     assert len(mistakes(job, "KubeflowOrgV1PyTorchJob", "job")) == 3
+
+
+def pod_specs(value: Any) -> Iterator[dict[str, Any]]:
+    """Find the specifications of pods at any depth of a document."""
+    if isinstance(value, dict):
+        if "containers" in value:
+            yield value
+        value = list(value.values())
+    if isinstance(value, list):
+        for entry in value:
+            yield from pod_specs(entry)
+
+
+PODS = [
+    pytest.param(pod, id=f"{path.stem}-{document['kind']}")
+    for path in sorted(LAUNCHERS.glob("*.yaml"))
+    for document in yaml.safe_load_all(path.read_text())
+    for pod in pod_specs(document)
+]
+
+
+def test_all_manifests_have_pods():
+    assert len(PODS) == sum(
+        len(re.findall(r"^ *containers:", path.read_text(), re.M)) for path in LAUNCHERS.glob("*.yaml")
+    )
+    assert len(PODS) >= 5
+
+
+@pytest.mark.parametrize("pod", PODS)
+def test_a_pod_runs_as_the_image_s_user_with_no_right_that_it_does_not_need(pod):
+    uid, gid = map(int, instructions("USER")[-1].split(":"))
+    context = pod["securityContext"]
+    assert context["runAsNonRoot"] is True
+    assert (context["runAsUser"], context["runAsGroup"], context["fsGroup"]) == (uid, gid, gid)
+    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert pod["automountServiceAccountToken"] is False
+    assert not any(pod.get(name) for name in ("hostNetwork", "hostPID", "hostIPC"))
+    allowed = {"name", "configMap", "emptyDir", "persistentVolumeClaim"}
+    assert {name for volume in pod["volumes"] for name in volume} <= allowed, "no hostPath"
+    for container in (*pod["containers"], *pod.get("initContainers", ())):
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+
+
+@pytest.mark.parametrize("pod", PODS)
+def test_a_pod_has_limits_and_can_write_to_home_and_tmp(pod):
+    empty = {volume["name"]: volume["emptyDir"] for volume in pod["volumes"] if "emptyDir" in volume}
+    sizes = {name: parse_quantity(settings["sizeLimit"]) for name, settings in empty.items()}
+    in_memory = sum(sizes[name] for name, settings in empty.items() if settings.get("medium") == "Memory")
+    home = dict(entry.split("=") for entry in instructions("ENV")[-1].split())["HOME"]
+    for container in (*pod["containers"], *pod.get("initContainers", ())):
+        resources = container["resources"]
+        limit = parse_quantity(resources["limits"]["memory"])
+        assert in_memory < limit / 2, "files in /dev/shm count as memory of the container"
+        assert parse_quantity(resources["requests"].get("memory", limit)) <= limit
+        assert parse_quantity(resources["requests"]["cpu"]) > 0
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        assert {mounts[home], mounts["/tmp"]} <= sizes.keys(), "the rest of the file system is read-only"
+        for argument in container["args"]:
+            if argument.startswith("data.cache_limit="):
+                assert sizes[mounts["/cache"]] > parse_size(argument.partition("=")[2], "data.cache_limit")
 
 
 def resolved(arguments: list[str]) -> Config:

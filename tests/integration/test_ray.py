@@ -21,7 +21,7 @@ from tests.tools.written_data import append_prepared, prepared_sample
 from tests.unit.preparation.test_encode import digests
 from tests.unit.preparation.test_encode_outputs import MODELS
 
-ray = pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]'")
+ray = pytest.importorskip("ray", reason="needs Ray: uv pip install -e '.[ray]'")
 
 pytestmark = pytest.mark.slow
 

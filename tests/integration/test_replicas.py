@@ -42,7 +42,7 @@ def runs(server, tmp_path_factory):
         options(root / "grown", *REPLICAS),
         options(root / "shrunk", *REPLICAS, *HALF),
     ]
-    server.command(4, ["tests/tools/replicas_on_gloo.py", json.dumps(replicated)])
+    server.train(4, replicated)
     server.train(1, [options(root / "shrunk")])
     return root
 

@@ -162,7 +162,7 @@ def test_a_mistake_ends_before_there_is_a_job(client, run, tmp_path, arguments, 
 
 def test_the_next_job_continues_the_run_and_waits_for_the_one_before(client, run):
     fields = yaml.safe_load(TEMPLATE.read_text())
-    earlier = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(days=1)
+    earlier = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
     _, first = sagemaker.training_job(fields, ROOT / PHASE1[0], PHASE1[1:], earlier)
     client.create_training_job(**first)
     started = sagemaker_backends[ACCOUNT][REGION].training_jobs[first["TrainingJobName"]]

@@ -1,4 +1,7 @@
-"""What one set of pins has written, the other continues and reads. As a program, this file generates from a folder."""
+"""The newest and the lowest versions continue and read what the other has written.
+
+As a program, this file generates images from a folder.
+"""
 
 import signal
 import sys
@@ -21,7 +24,7 @@ def stacks(server, request, tmp_path_factory) -> Iterator[list[TrainingServer]]:
     """This interpreter's and the other's."""
     python = request.config.getoption("--other-python")
     if not python:
-        pytest.skip("needs an interpreter with other pins: make test-next, or pytest --other-python PYTHON")
+        pytest.skip("needs an interpreter with other versions: make test-lowest, or pytest --other-python PYTHON")
     other = TrainingServer(tmp_path_factory.mktemp("other"), python)
     yield [server, other]
     other.close()

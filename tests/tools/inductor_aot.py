@@ -6,10 +6,9 @@ on the CPU, and a graph moves to the GPU after it has been differentiated and pa
 
 import ast
 import contextlib
-import math
 import re
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -41,10 +40,19 @@ class Graph:
     Attributes:
         is_backward: whether it is the backward pass of another.
         source: Inductor's Python file: Triton kernels, and a function `call` with all allocations and launches.
+        inputs: sizes, strides and dtype of each argument of `call`.
     """
 
     is_backward: bool
     source: str
+    inputs: list[Any]
+
+    def execute(self, load: Callable[..., Any]) -> dict[str, Any]:
+        """Execute the file, with `load` in place of `AsyncCompile.triton`, and return its names."""
+        names = {"__name__": "generated"}
+        with mock.patch.object(AsyncCompile, "triton", load):
+            exec(compile(self.source, "<inductor>", "exec"), names)
+        return names
 
     def kernels(self, arch: int, *, every_tiling: bool = False) -> list[Kernel]:
         """Compile the Triton kernels.
@@ -61,11 +69,11 @@ class Graph:
 
         def compile_and_measure(*args: Any, **kwargs: Any) -> Any:
             compiled = compile_source(*args, **kwargs)
-            kernels.append(measure(compiled, arch))
+            kernels.append(measure(compiled))
             return compiled
 
-        with _gpu(arch), mock.patch.object(AsyncCompile, "triton", load):
-            exec(compile(self.source, "<inductor>", "exec"), {"__name__": "generated"})
+        with _gpu(arch):
+            self.execute(load)
         with _gpu(arch), mock.patch.object(triton, "compile", compile_and_measure):
             for kernel in tuned:
                 kernel.device_props = kernel.device_props._replace(cc=arch)
@@ -107,7 +115,8 @@ def lowering_for_gpu(arch: int = 90) -> Iterator[list[Graph]]:
 
     def generate(self: GraphLowering) -> Any:
         code: Any = self.codegen()[0]
-        graphs.append(Graph(is_backward=self.is_backward, source=getattr(code, "value", code)))
+        inputs = [_layout(one) for one in self.graph_inputs.values()]
+        graphs.append(Graph(is_backward=self.is_backward, source=getattr(code, "value", code), inputs=inputs))
         outputs = [_layout(output) for output in self.graph_outputs]
         return types.SimpleNamespace(call=lambda _: [_empty(*output) if output else None for output in outputs])
 
@@ -124,11 +133,11 @@ def lowering_for_gpu(arch: int = 90) -> Iterator[list[Graph]]:
     torch._dynamo.reset()
 
 
-def _layout(output: Any) -> tuple[Any, ...] | None:
-    """Sizes, strides and dtype of a graph's output; None of one that is no tensor."""
-    if not (isinstance(output, IRNode) and output.has_tensor_output()):
+def _layout(value: Any) -> tuple[Any, ...] | None:
+    """Sizes, strides and dtype of a graph's input or output; None of one that is no tensor."""
+    if not (isinstance(value, IRNode) and value.has_tensor_output()):
         return None
-    return [int(size) for size in output.get_size()], [int(step) for step in output.get_stride()], output.get_dtype()
+    return [int(size) for size in value.get_size()], [int(step) for step in value.get_stride()], value.get_dtype()
 
 
 def _empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: str = "cpu") -> Tensor:
@@ -179,11 +188,6 @@ def _gpu(arch: int) -> Iterator[None]:
 
 # Bytes that the kernels of generated code read and write
 
-SIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "i64": 8, "i32": 4, "i1": 1}
-
-_TENSOR = r"(?:assert_size_stride\((\w+), |(\w+) = (?:empty_strided_cuda|reinterpret_tensor)\((?:\w+, )?)\(([^)]*)\)"
-"""Name and shape of a tensor where it first stands."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
@@ -200,41 +204,37 @@ class Traffic:
     num_written: int
 
 
-def traffic(source: str) -> list[Traffic]:
-    """The launches of Triton kernels in a file of Inductor's, in order; convolutions and matrix products are none."""
-    kernels = dict(re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", source, re.DOTALL))
-    call = source[source.index("def call(") :]
-    tensors = re.findall(_TENSOR, call)
-    numel = {first or second: _numel(shape) for first, second, shape in tensors}
+def traffic(graph: Graph) -> list[Traffic]:
+    """The launches of Triton kernels, in order; convolutions and matrix products are none.
+
+    `call` runs with tensors without data, and each launch is counted instead.
+    """
     found = []
-    for line in call.splitlines():
-        renamed = re.match(r"\s*(\w+) = (\w+)(?:; del|$)", line)
-        if renamed:
-            numel[renamed[1]] = numel[renamed[2]]
-        launch = re.match(r"\s*(triton_\w+)\.run\((.*), stream=", line)
-        if launch:
-            arguments = [arg.strip() for arg in re.split(r",(?![^()]*\))", launch[2])]
-            found.append(_count(launch[1], kernels[launch[1]], [numel.get(arg) or _view(arg) for arg in arguments]))
+
+    def load(self: AsyncCompile, name: str, source: str, device_str: str = "cuda") -> Any:
+        return types.SimpleNamespace(run=lambda *args, stream: found.append(_count(name, source, args)))
+
+    def nothing(*args: Any) -> None:
+        pass
+
+    names = graph.execute(load)
+    names.update({name: nothing for name in names if name.startswith("assert_")})
+    names.update(get_raw_stream=nothing, empty_strided_cuda=lambda *layout: _empty(*layout, device="meta"))
+    with (
+        mock.patch.object(torch.cuda, "_DeviceGuard", contextlib.nullcontext),
+        mock.patch.object(torch.cuda, "set_device", nothing),
+    ):
+        names["call"]([_empty(*layout, device="meta") for layout in graph.inputs])
     return found
 
 
-def _count(name: str, kernel: str, numels: list[int]) -> Traffic:
+def _count(name: str, kernel: str, args: Sequence[Any]) -> Traffic:
     signature = re.search(r"'signature': (\{[^}]*\})", kernel)
     assert signature
-    pointers = {key: kind for key, kind in ast.literal_eval(signature[1]).items() if kind.startswith("*")}
-    sizes = {key: numel * SIZES[kind[1:]] for (key, kind), numel in zip(pointers.items(), numels, strict=False)}
+    parameters = zip(ast.literal_eval(signature[1]), args, strict=False)  # Constants follow.
+    sizes = {key: arg.nbytes for key, arg in parameters if isinstance(arg, Tensor)}
     parts = re.split(r"\n    for ", kernel)  # Before the first loop, and from each loop to the next.
     read = sum(sizes[key] for part in parts for key in set(re.findall(r"tl\.load\((\w+)", part)))
     return Traffic(
         kernel=name, num_read=read, num_written=sum(sizes[key] for key in set(re.findall(r"tl\.store\((\w+)", kernel)))
     )
-
-
-def _view(argument: str) -> int:
-    """Elements of a view that is an argument; 0 of a number."""
-    shape = re.match(r"reinterpret_tensor\(\w+, \(([^)]*)\)", argument)
-    return _numel(shape[1]) if shape else 0
-
-
-def _numel(shape: str) -> int:
-    return math.prod(int(size) for size in shape.split(",") if size.strip())

@@ -1,31 +1,27 @@
 """Ahead-of-time compilation of Triton kernels, for a GPU that this machine need not have."""
 
-import functools
 import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-import triton
 from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 ARCHITECTURES = (80, 90, 100)
 """Compute capabilities times ten: A100, H100 and H200, B200."""
-
-_BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +31,13 @@ class Kernel:
     Attributes:
         name: of its function.
         num_registers: of a thread.
-        num_spilled: bytes that a thread spills: stores and loads.
-        num_shared: bytes of shared memory of a program.
+        num_spilled: bytes of local memory of a thread, for values without a register.
         ptx: its code.
     """
 
     name: str
     num_registers: int
     num_spilled: int
-    num_shared: int
     ptx: str
 
 
@@ -67,7 +61,7 @@ class Launch:
         """What the launch would compile on a GPU of an architecture; tensors are aligned to 16 bytes."""
         with triton_driver(arch):
             compiled = self.kernel.warmup(*self.args, grid=self.grid, **self.kwargs)
-        return measure(compiled, arch)
+        return measure(compiled)
 
 
 class _AbsentGpu:
@@ -147,31 +141,18 @@ def launches(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[An
     return recorder.launches
 
 
-def measure(compiled: Any, arch: int) -> Kernel:
-    """Let ptxas assemble the code of a kernel that `triton.compile` returned, and say what it takes."""
-    ptx = compiled.asm["ptx"]
-    num_registers, num_spilled = _assemble(ptx, arch)
+def measure(compiled: Any) -> Kernel:
+    """Read what a kernel that `triton.compile` returned takes of a GPU."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", report)
+    assert usage, report
     return Kernel(
         name=compiled.metadata.name,
-        num_registers=num_registers,
-        num_spilled=num_spilled,
-        num_shared=compiled.metadata.shared,
-        ptx=ptx,
+        num_registers=int(usage[1]),
+        num_spilled=int(usage[2]),
+        ptx=compiled.asm["ptx"],
     )
-
-
-@functools.cache
-def _assemble(ptx: str, arch: int) -> tuple[int, int]:
-    """Registers, and bytes of spills."""
-    assembler = _BINARIES / ("ptxas-blackwell" if arch >= 100 else "ptxas")
-    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
-    assert target
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [str(assembler), "-v", f"--gpu-name={target[1]}", file.name, "-o", "/dev/null"]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
-    registers = re.search(r"Used (\d+) registers", report)
-    assert spills and registers, report
-    return int(registers[1]), int(spills[1]) + int(spills[2])

@@ -1,17 +1,20 @@
 """Tiny vision-language models, as folders in the layout of transformers: for questions, and a reward model."""
 
+import json
 import math
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
 from torch import nn
 from transformers import (
-    Qwen2TokenizerFast,
+    Qwen2Tokenizer,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
     Qwen2VLImageProcessor,
@@ -20,13 +23,14 @@ from transformers import (
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
 WIDTH = 32
-PAD, UNKNOWN, START, END = "<pad>", "<unk>", "<|im_start|>", "<|im_end|>"
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 WORDS = [
-    *("yes", "Yes", "no", "No", "two", "Two", "2", "three", "Three", "3", "user", "assistant"),
+    *("yes", "Yes", "no", "No", " no", "two", "Two", "2", "three", "Three", "3", "user", "assistant"),
     *("Is", "Are", "there", "a", "any", "How", "many", "the", "red", "blue", "star", "stars", "circle", "?", ".", ":"),
 ]
-VOCABULARY = [PAD, UNKNOWN, START, END, *VISION, *WORDS]
+"""Tokens, beside the bytes and their beginnings: byte-level BPE, with a token of its own for a word after a space."""
+
 CHAT = (
     "{% for message in messages %}<|im_start|>{{ message.role }} {% for part in message.content %}"
     "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
@@ -35,19 +39,20 @@ CHAT = (
 INSTRUCTION = "the star : {text_prompt} . <|Reward|> ."
 
 
+def _tokenizer() -> Qwen2Tokenizer:
+    words = Tokenizer(BPE())
+    words.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    words.train_from_iterator(WORDS, BpeTrainer(initial_alphabet=ByteLevel.alphabet(), show_progress=False))
+    model = json.loads(words.to_str())["model"]
+    merges = [tuple(merge) for merge in model["merges"]]
+    return Qwen2Tokenizer(model["vocab"], merges, eos_token=END, extra_special_tokens=[START, END, *VISION])
+
+
 def _processor() -> Any:
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        tokenizer.save(file.name)
-        special: dict[str, Any] = {"additional_special_tokens": [START, END, *VISION]}
-        fast = Qwen2TokenizerFast(
-            tokenizer_file=file.name, pad_token=PAD, unk_token=UNKNOWN, eos_token=END, bos_token=None, **special
-        )
     # Images of 28 pixels and more: at least one merged patch.
     sizes: dict[str, Any] = {"min_pixels": 28 * 28, "max_pixels": 56 * 56}
     images = Qwen2VLImageProcessor(**sizes)
-    return Qwen2VLProcessor(images, fast, Qwen2VLVideoProcessor(**sizes), chat_template=CHAT)
+    return Qwen2VLProcessor(images, _tokenizer(), Qwen2VLVideoProcessor(**sizes), chat_template=CHAT)
 
 
 def _model(processor: Any, seed: int) -> Any:
@@ -76,7 +81,7 @@ def write_vqa(folder: Path, replies: Mapping[str, float] | None = None, seed: in
 
     Args:
         folder: folder to write.
-        replies: probabilities of words as the reply to anything; the other tokens share the rest. None: random weights.
+        replies: probabilities of words as the reply to anything; padding has the rest. None: random weights.
         seed: seed of the weights.
     """
     processor = _processor()
@@ -85,10 +90,10 @@ def write_vqa(folder: Path, replies: Mapping[str, float] | None = None, seed: in
         _without_layers(model)
         ids = processor.tokenizer.get_vocab()
         last = model.get_input_embeddings().weight[ids["assistant"]]
-        rest = (1.0 - sum(replies.values())) / (len(ids) - len(replies))
-        logits = torch.full([len(ids)], math.log(rest))
-        for word, probability in replies.items():
-            logits[ids[word]] = math.log(probability)
+        logits = torch.full([len(ids)], -100.0)
+        for word, probability in {**replies, PAD: 1.0 - sum(replies.values())}.items():
+            (token,) = processor.tokenizer.encode(word)
+            logits[token] = math.log(probability)
         with torch.no_grad():
             hidden = model.model.language_model.norm(last)
             model.lm_head.weight.copy_(logits[:, None] * hidden / hidden.square().sum())

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -202,7 +202,7 @@ def to_csv(votes: pd.DataFrame, models: Sequence[str]) -> str:
     for column in ("first", "second", *QUESTIONS):
         table[column] = table[column].map(names)
     table["seconds"] = [f"{seconds:.1f}" for seconds in table["voted_at"] - table["shown_at"]]
-    times = [datetime.fromtimestamp(seconds, timezone.utc) for seconds in table["voted_at"]]
+    times = [datetime.fromtimestamp(seconds, UTC) for seconds in table["voted_at"]]
     table["voted_at"] = [time.isoformat(timespec="milliseconds") for time in times]
     return table.drop(columns="shown_at").to_csv(index=False, lineterminator="\r\n")
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from diffusion.models.fast.norms import LowPrecisionGroupNorm, fuse
 
 INT32_ELEMENTS = 2**31
-"""Smallest number of elements at which torch's channels-last upsampling can be wrong."""
+"""Number of elements from which torch's channels-last upsampling has no backward pass on a GPU."""
 
 
 class ChannelsLastConv(nn.Conv2d):
@@ -60,8 +60,8 @@ class ChannelsLastUpsample(Upsample2D):
 
     def forward(self, hidden_states: Tensor, output_size: tuple[int, int] | None = None) -> Tensor:
         """Upsample [B, C, H, W] to twice its size, or to `output_size`."""
-        if hidden_states.numel() * 5 >= INT32_ELEMENTS:
-            return super().forward(hidden_states, output_size)  # pyright: ignore[reportArgumentType]
+        if hidden_states.numel() * 4 >= INT32_ELEMENTS:
+            hidden_states = hidden_states.contiguous()
         scale = 2.0 if output_size is None else None
         upsampled = F.interpolate(hidden_states, size=output_size, scale_factor=scale, mode="nearest")
         return self.conv(upsampled)  # pyright: ignore[reportOptionalCall]

@@ -4,13 +4,11 @@ All ranks call everything here, unless said otherwise.
 """
 
 import hashlib
-import platform
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -33,6 +31,7 @@ from diffusion.config.schema import Config
 from diffusion.config.training import Device
 from diffusion.distributed import local_rank, local_world_size, rank, world_size
 from diffusion.errors import MachineError
+from diffusion.launch import package_versions
 from diffusion.models.architectures import side_factor
 from diffusion.operations import timeouts
 from diffusion.operations.checks.data import check_data, index_hashes
@@ -46,8 +45,6 @@ LINK_BYTES = 2**24
 
 NUM_LINK_ROUNDS = 3
 """Measurements of a link, of which the best counts: the first opens connections."""
-
-PACKAGES = ("torch", "mosaicml", "mosaicml-streaming", "diffusers", "transformers", "numpy", "diffusion")
 
 
 def diagnose(config: Config, timeout: float = 120.0, *, deep: bool = False) -> list[Verdict]:
@@ -216,20 +213,12 @@ def _exchange(device: torch.device, partner: int) -> float:
 
 def probe_rank(config: Config) -> dict[str, str]:
     """Return what must be equal on all ranks, by the names of the checks."""
-    versions = [f"python {platform.python_version()}", *(f"{name} {_version(name)}" for name in PACKAGES)]
     hashes = index_hashes(config) if config.plugins.train_dataset is None else {}
     return {
-        "versions": ", ".join(versions),
+        "versions": ", ".join(f"{name} {version}" for name, version in package_versions().items()),
         "configuration": hashlib.sha256(to_yaml(config).encode()).hexdigest()[:10],
         "same data": hashlib.sha256(str(hashes).encode()).hexdigest()[:10],
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def check_equality(ranks: Sequence[Mapping[str, str]]) -> Iterator[Verdict]:

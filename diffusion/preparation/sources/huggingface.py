@@ -99,7 +99,7 @@ def open_huggingface(text: str, settings: dict[str, Any]) -> HuggingFaceSource:
         from datasets.exceptions import DatasetNotFoundError
         from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
     except ImportError as error:
-        raise MachineError(f"{text} needs the package datasets; pip install -e '.[huggingface]'") from error
+        raise MachineError(f"{text} needs the package datasets; uv pip install -e '.[huggingface]'") from error
     try:
         commit = _commit_of(dataset, revision or None)
         root = f"hf://datasets/{dataset}@{commit}" if commit else str(Path(dataset).absolute())

@@ -345,7 +345,6 @@ def test_the_size_of_a_stream_is_its_own_or_in_its_name_or_a_square():
         (["trainer.device=gpu"], (0, False, 1), ["trainer.device is gpu"]),
         ([], (0, False, 1), ["trainer.precision is amp_bf16", "trainer.device auto"]),
         (["trainer.device=cpu"], (8, True, 1), ["trainer.precision is amp_bf16", "trainer.device cpu"]),
-        (["trainer.num_replicas=2", "trainer.precision=fp32"], (0, False, 2), ["trainer.num_replicas is 2"]),
         ([], (8, False, 1), ["trainer.precision is amp_bf16", "trainer.precision=amp_fp16"]),
         ([], (2, True, 8), ["8 ranks", "Start 2"]),
     ],

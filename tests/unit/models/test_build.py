@@ -11,22 +11,18 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 import torch
-import transformers.utils.hub
+from huggingface_hub import close_session
 from safetensors.torch import load_file, save_file
 
+from diffusion import models
 from diffusion.config.model import Architecture, FlowConfig, ModelConfig, ObjectiveConfig, PredictionType
+from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError
-from diffusion.models import LatentDiffusion, tiny
-from diffusion.models.build import build_model
+from diffusion.models import LatentDiffusion, build_model, tiny
 from diffusion.models.pretrained import SCHEDULER_CONFIG
 from tests.tools.pipelines import write_model
 
 HUB_NAME = "someone/pipe"
-
-try:
-    from huggingface_hub import close_session as reset_sessions
-except ImportError:  # Before version 1.
-    from huggingface_hub.utils._http import reset_sessions
 
 
 def change(file: Path, **entries) -> None:
@@ -62,20 +58,19 @@ def requests(monkeypatch) -> Iterator[list[str]]:
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     with monkeypatch.context() as patch:
         patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        reset_sessions()
+        close_session()
         yield asked
-    reset_sessions()
+    close_session()
 
 
 @pytest.fixture
 def cache(folder, tmp_path, monkeypatch) -> Path:
     """A cache of the hub that holds the folder, and no network."""
-    repository = tmp_path / "hub" / f"models--{HUB_NAME.replace('/', '--')}"
-    shutil.copytree(folder, repository / "snapshots" / "1234")
+    repository, commit = tmp_path / "hub" / f"models--{HUB_NAME.replace('/', '--')}", "1234" * 10
+    shutil.copytree(folder, repository / "snapshots" / commit)
     (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("1234")
+    (repository / "refs" / "main").write_text(commit)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(transformers.utils.hub, "TRANSFORMERS_CACHE", str(tmp_path / "hub"), raising=False)
     return tmp_path / "hub"
 
 
@@ -237,3 +232,34 @@ def test_the_cache_suffices_without_the_hub(cache, requests, epsilon):
 def test_wrong_options_are_named(options, message):
     with pytest.raises(ConfigurationError, match=message):
         tiny(**options)
+
+
+@pytest.mark.parametrize("architecture", Architecture)
+def test_a_family_on_the_meta_device_takes_no_memory(architecture):
+    with torch.device("meta"):
+        model = getattr(models, architecture.value)()
+    parts = [model, *model.frozen_parts]
+    tensors = [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
+    assert len(tensors) > 100
+    assert all(tensor.is_meta for tensor in tensors)
+
+
+@pytest.mark.parametrize("architecture", [Architecture.tiny, Architecture.tiny_xl, Architecture.tiny_transformer])
+def test_weights_loaded_after_the_meta_device_give_the_same_losses(architecture):
+    family = getattr(models, architecture.value)
+    expected = family(seed=5)
+    with torch.device("meta"):
+        model = family(seed=5)
+    model.to_empty(device="cpu").load_state_dict(expected.state_dict())
+    for part, loaded in zip(model.frozen_parts, expected.frozen_parts, strict=True):
+        part.load_state_dict(loaded.state_dict())
+        for buffer, value in zip(part.buffers(), loaded.buffers(), strict=True):
+            buffer.copy_(value)  # Positions of the text encoder are in no state dict.
+    batch = {
+        BatchKey.IMAGE: torch.randint(256, (3, 3, 32, 32), dtype=torch.uint8),
+        BatchKey.TOKEN_IDS: torch.randint(1, 2000, (3, 24)),
+        BatchKey.SAMPLE: torch.arange(3),
+        BatchKey.PLACEMENT: torch.tensor([[32, 32, 0, 0, 32, 32]] * 3),
+    }
+    losses = [one.loss(one.forward(batch), batch) for one in (model, expected)]
+    assert torch.equal(*losses)

@@ -10,6 +10,7 @@ from diffusion.errors import ConfigurationError
 from diffusion.models import build_model
 from diffusion.models.architectures import ARCHITECTURES, build_text_encoder, with_seed
 from diffusion.models.build import load_weights
+from diffusion.models.conditioning import encode_tokens
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.text_adapter import TextAdapter, with_adapter
 
@@ -50,7 +51,7 @@ def test_an_encoder_with_more_layers_gives_the_same_text(num_frozen):
     adapter = TextAdapter(encoder, 2)
     with torch.no_grad():
         before = encoder(IDS).last_hidden_state
-        states = encoder(IDS, output_hidden_states=True).hidden_states[-1]
+        states = encode_tokens(encoder, IDS, before_norm=True).hidden
         torch.testing.assert_close(adapter(states), before, msg="the identity at first")
         expected = trained(adapter)(states)
         merged = with_adapter(encoder, adapter)

@@ -1,11 +1,20 @@
 """The transformer: timesteps, padding, sizes, and the pipeline of diffusers with the same images."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor
 
-from diffusion.config.model import Architecture, FlowConfig, ModelConfig, ObjectiveConfig, PredictionType
+from diffusion.config.model import (
+    Architecture,
+    FlowConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    PredictionType,
+    TokenRoutingConfig,
+)
 from diffusion.datasets.batch import BatchKey
 from diffusion.models import build_model
 from diffusion.models.architectures import side_factor
@@ -18,11 +27,17 @@ from tests.tools.pipelines import write_model
 SMALL = {"hidden_size": 64, "num_heads": 4, "depth": 2, "axes_dim": (8, 8)}
 
 
+def build(routing: TokenRoutingConfig | None = None) -> LatentDiffusion:
+    config = ModelConfig(
+        architecture=Architecture.tiny_transformer, network=SMALL, token_routing=routing, frozen_seed=3
+    )
+    objective = ObjectiveConfig(prediction_type=PredictionType.flow, flow=FlowConfig(shift=2.0))
+    return build_model(config, objective, resolution=32, seed=17)
+
+
 @pytest.fixture(scope="module")
 def model() -> LatentDiffusion:
-    config = ModelConfig(architecture=Architecture.tiny_transformer, network=SMALL, frozen_seed=3)
-    objective = ObjectiveConfig(prediction_type=PredictionType.flow, flow=FlowConfig(shift=2.0))
-    model = build_model(config, objective, resolution=32, seed=17).eval()
+    model = build().eval()
     generator = torch.Generator().manual_seed(0)
     for parameter in model.network.parameters():  # The modulations are zero at first, and so is the influence of t.
         parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
@@ -77,6 +92,35 @@ def test_padding_has_no_influence(model):
         found = predict(model.network, noised, timesteps, conditioning._replace(text=changed))
         expected = predict(model.network, noised, timesteps, conditioning)
     torch.testing.assert_close(found, expected)
+
+
+def kept_bytes(compute: Callable[[], Tensor]) -> int:
+    """Bytes that autograd keeps for the backward pass, each storage once."""
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        compute().sum().backward()
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("routing", [None, TokenRoutingConfig(share=0.5, first=1, last=-1)])
+def test_the_mask_that_is_kept_is_one_for_all_heads_and_queries(routing):
+    model = build(routing).train()
+    inputs = batch(model, 4)
+    model.forward(inputs)  # Selects the tokens of the next pass.
+    conditioning = model.conditioner.encode_batch({}, inputs[BatchKey.TOKEN_IDS])
+    assert conditioning.mask is not None and not conditioning.mask.all()
+    noised, timesteps = inputs[BatchKey.LATENT_MEAN], torch.tensor([10, 300, 600, 990])
+    masked, plain = (
+        kept_bytes(lambda text=text: predict(model.network, noised, timesteps, text))
+        for text in (conditioning, conditioning._replace(mask=None))
+    )
+    num_keys = inputs[BatchKey.TOKEN_IDS].numel() + noised[:, 0].numel() // 2**2
+    assert 0 < masked - plain <= SMALL["depth"] * num_keys * 4  # Float32; 4 heads x 16 queries would be 64 times that.
 
 
 def test_images_of_any_size(model):

@@ -1,4 +1,6 @@
+import json
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -310,6 +312,19 @@ def test_captions_of_a_model_are_repeatable_and_do_not_depend_on_the_batch(blip)
     assert captions == [captioner([image], [[]])[0] for image in images]
     assert len(set(captions)) > 1
     assert all("[" not in caption for caption in captions)
+
+
+def test_a_folder_of_transformers_4_has_the_same_captions(blip, tmp_path):
+    """It has a file for the image processor only."""
+    from diffusion.preparation.captioners import ImageToText
+
+    folder = shutil.copytree(blip, tmp_path / "blip")
+    whole = folder / "processor_config.json"
+    image_processor = json.loads(whole.read_text())["image_processor"]
+    (folder / "preprocessor_config.json").write_text(json.dumps(image_processor | {"processor_class": "BlipProcessor"}))
+    whole.unlink()
+    found, expected = (ImageToText(str(path), device="cpu")([RED, GREEN], [[], []]) for path in (folder, blip))
+    assert found == expected
 
 
 def test_a_prompt_begins_each_caption(blip):

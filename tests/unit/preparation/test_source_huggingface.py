@@ -17,7 +17,7 @@ from diffusion.preparation.sources.reading import list_folder
 from tests.tools.image_files import noise, write_tar
 from tests.tools.sources import open_source, partitions, read, reasons, write_known
 
-datasets = pytest.importorskip("datasets", reason="needs datasets: pip install -e '.[huggingface]'")
+datasets = pytest.importorskip("datasets", reason="needs datasets: uv pip install -e '.[huggingface]'")
 
 NUM = 10
 CAPTIONS = [[f"{number}", " ", "again"] for number in range(NUM)]

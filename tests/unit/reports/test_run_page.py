@@ -33,7 +33,7 @@ plugins:
 
 
 def at(second: int) -> str:
-    begin = datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone.utc)
+    begin = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
     return (begin + datetime.timedelta(seconds=second)).isoformat()
 
 

@@ -1,6 +1,5 @@
 """What Inductor makes of the networks' blocks with the shipped options can be compiled for GPUs."""
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,10 +68,10 @@ def check(graphs: list[Graph], *, architectures: Sequence[int] = ARCHITECTURES, 
         for arch in architectures:
             kernels = graph.kernels(arch, every_tiling=every_tiling and arch == ARCH)
             assert kernels
-            assert sum(kernel.num_spilled for kernel in kernels) == 0
+            # The autotuner does not choose a tiling that spills, if another does not.
+            assert {kernel.name for kernel in kernels} == {one.name for one in kernels if not one.num_spilled}
 
 
-@pytest.mark.skipif(sys.version_info < (3, 12), reason="of the newest stack; the other one has a test of every tiling")
 def test_blocks_compile_in_bf16():
     for module, inputs in blocks(Architecture.stable_diffusion_2):
         check(lower(module, inputs, torch.bfloat16), architectures=(ARCH,))

@@ -10,6 +10,7 @@ from composer.distributed.fsdp2 import prepare_fully_shard
 from composer.distributed.fsdp2_utils import generate_composer_model_policy
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from diffusers.models.upsampling import Upsample2D
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -27,6 +28,7 @@ from diffusion.errors import ConfigurationError
 from diffusion.models import fast
 from diffusion.models.architectures import STABLE_DIFFUSION_2, TINY, with_seed
 from diffusion.models.fast import compilation
+from diffusion.models.fast.channels_last import ChannelsLastUpsample
 from diffusion.models.fast.norms import use_low_precision_norms
 from diffusion.planning.memory import meta_network
 from diffusion.sharding import fsdp_config, set_last_microbatch
@@ -114,6 +116,14 @@ def test_names_results_and_gradients_are_those_of_the_plain_unet(config, attenti
     for (name, one), other in zip(plain.named_parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-3, atol=2e-6, msg=name)
     assert other.is_contiguous(), "FSDP2 takes no other order"
+
+
+@pytest.mark.parametrize(("num", "is_channels_last"), [(7, True), (8, False)])
+def test_a_feature_map_whose_upsampling_has_no_backward_pass_in_channels_last_order_leaves_it(num, is_channels_last):
+    upsample = Upsample2D(64, use_conv=True)
+    upsample.__class__, upsample.conv = ChannelsLastUpsample, nn.Identity()
+    x = torch.empty(num, 64, 1024, 1024, device="meta").to(memory_format=torch.channels_last)
+    assert upsample(x).is_contiguous(memory_format=torch.channels_last) is is_channels_last
 
 
 def test_odd_sizes_and_inference_go_as_before():

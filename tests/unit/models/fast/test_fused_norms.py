@@ -108,7 +108,7 @@ def lowered(module: nn.Module, x: torch.Tensor, other: torch.Tensor) -> list[Gra
 
 
 def num_bytes(graphs: list[Graph]) -> list[int]:
-    return [sum(launch.num_read + launch.num_written for launch in traffic(graph.source)) for graph in graphs]
+    return [sum(launch.num_read + launch.num_written for launch in traffic(graph)) for graph in graphs]
 
 
 def test_a_resnet_block_reads_and_writes_its_feature_maps_as_rarely_as_can_be():
@@ -127,7 +127,7 @@ def test_torchs_own_norm_moves_more():
 
 def test_reductions_run_along_neighbouring_channels():
     for graph in block_code(True):
-        for launch in traffic(graph.source):
+        for launch in traffic(graph):
             definition = graph.source[graph.source.index(f"def {launch.kernel}(") - 3000 :]
             if launch.num_read > FEATURE_MAP / 2 and "_poi_" not in launch.kernel:
                 assert (
