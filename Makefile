@@ -5,7 +5,7 @@ ifdef LOWEST
 VERSIONS := 3.11 3.12 3.13
 VENV := .venv-lowest
 LOCK := $(VENV)/requirements.txt
-LOCKED := setup.py overrides.txt
+LOCKED := setup.py overrides.txt Makefile
 else
 VERSIONS := 3.13 3.12 3.11
 VENV := .venv

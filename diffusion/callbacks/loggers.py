@@ -4,6 +4,7 @@ A resumed run repeats the steps after its checkpoint and logs their points again
 (`purge_step`), and a wandb server ignores the later ones (`resume`).
 """
 
+import atexit
 import hashlib
 import logging
 import sys
@@ -118,8 +119,7 @@ class WandB(WandBLogger):
         Raises:
             MachineError: on every rank: wandb rejects a name or the account.
         """
-        agree(self._start)
-        super().init(state, logger)  # Finds the run that is started.
+        agree(self._start)  # Composer's own `init` asks for `Run.get_url`, which wandb no longer has.
 
     def log_images(
         self,
@@ -145,6 +145,7 @@ class WandB(WandBLogger):
         if self._enabled:
             with starting_wandb():
                 wandb.init(**self._init_kwargs)
+            atexit.register(self._set_is_in_atexit)
 
 
 @contextmanager

@@ -114,7 +114,7 @@ def encode_tokens(
     chunks = token_ids.reshape(len(token_ids) * num_chunks, -1)
     if before_norm:
         encoded: Any = text_encoder(chunks, output_hidden_states=True)
-        # transformers 5 records no hidden states of an encoder without layers.
+        # An encoder without layers records no hidden states.
         states = encoded.hidden_states or [text_encoder.get_submodule("embeddings")(chunks)]
         hidden, pooled = states[-1], encoded.pooler_output
     else:

@@ -76,7 +76,7 @@ class TextAdapter(nn.Module):
         shape = {"num_heads": config.num_attention_heads, "inner": config.intermediate_size}
         options = {**shape, "activation": config.hidden_act, "eps": config.layer_norm_eps}
         self.layers = nn.ModuleList(_Layer(config.hidden_size, **options) for _ in range(num_layers))
-        norm = _inside(text_encoder).final_layer_norm
+        norm = text_encoder.final_layer_norm
         self.shape = AdapterShape(num_layers, config.hidden_size, config.intermediate_size, config.hidden_size)
         self.final_layer_norm = nn.LayerNorm(norm.weight.shape, norm.eps)
         self.final_layer_norm.load_state_dict(norm.state_dict())
@@ -130,20 +130,14 @@ def build_text_adapter(config: TextAdapterConfig, text_encoder: nn.Module) -> Ad
     return TextAdapter(text_encoder, config.layers)
 
 
-def _inside(text_encoder: CLIPTextModel) -> Any:
-    """The transformer of a CLIP text encoder; transformers 5 has no `text_model` around it."""
-    return getattr(text_encoder, "text_model", text_encoder)
-
-
 @torch.no_grad()
 def with_adapter(text_encoder: CLIPTextModel, adapter: TextAdapter) -> CLIPTextModel:
     """CLIP text encoder that holds the adapter as its last layers."""
     num_frozen, config = text_encoder.config.num_hidden_layers, text_encoder.config.to_dict()
     config["num_hidden_layers"] = num_frozen + len(adapter.layers)
     merged = CLIPTextModel(type(text_encoder.config)(**config))
-    inside = _inside(merged)
     merged.load_state_dict(text_encoder.state_dict(), strict=False)
-    for layer, trained in zip(inside.encoder.layers[num_frozen:], adapter.layers, strict=True):
+    for layer, trained in zip(merged.encoder.layers[num_frozen:], adapter.layers, strict=True):
         layer.load_state_dict(trained.state_dict())
-    inside.final_layer_norm.load_state_dict(adapter.final_layer_norm.state_dict())
+    merged.final_layer_norm.load_state_dict(adapter.final_layer_norm.state_dict())
     return merged.eval().requires_grad_(False)

@@ -36,7 +36,8 @@ LORA = {
     "scores": "model.lora={rank: 2, alpha: 4.0}",
     "transformer": "model.lora={rank: 2, alpha: 4.0, targets: [img_qkv_proj, txt_kv_proj, to_out.0]}",
 }
-COMMON = ["samples.prompts=[]", "optimizer.lr=0.02", "algorithms.ema.start=2ba"]
+# With a smaller eps, AdamW makes updates of the rounding in gradients that are nearly 0.
+COMMON = ["samples.prompts=[]", "optimizer.lr=0.02", "optimizer.eps=1e-5", "algorithms.ema.start=2ba"]
 HALF, WHOLE = "trainer.max_duration=3ba", "trainer.max_duration=6ba"
 RECOMPUTED = "trainer.activation_checkpointing=true"
 PROMPTS = ["a red circle", "a blue star"]
@@ -116,7 +117,7 @@ def test_neither_ranks_nor_shards_nor_recomputation_matter(runs, kind, lora):
     for way in ("lora-fsdp-2",) if lora else ("fsdp-2", "resized"):
         assert losses(runs[kind, way]) == pytest.approx(losses(expected), rel=1e-5)
         for weights in Weights:
-            assert difference(weights_of(runs[kind, way], weights), weights_of(expected, weights)) < 1e-4
+            assert difference(weights_of(runs[kind, way], weights), weights_of(expected, weights)) < 1e-5
 
 
 def test_all_of_it_is_trained_averaged_and_planned(runs, kind):

@@ -24,12 +24,12 @@ def points(path: Path, *overrides: str, seed: int = 17):
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_wandb_takes_what_is_shipped_and_passes_on_the_same(path):
-    from wandb.sdk.internal.internal_api import Api
+    from wandb.apis.public.sweeps import _validate_config_and_fill_distribution
     from wandb.sdk.launch.sweeps.utils import create_sweep_command_args, load_sweep_config
 
     theirs = load_sweep_config(str(path))
     assert theirs is not None
-    filled = Api._validate_config_and_fill_distribution(theirs)
+    filled = _validate_config_and_fill_distribution(theirs)
     assert filled["parameters"].keys() == read_sweep(path)["parameters"].keys()
     ours = points(path, *DATA)
     for point in ours:

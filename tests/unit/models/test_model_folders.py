@@ -222,7 +222,7 @@ MAPS = {
 }
 
 
-@pytest.mark.parametrize("loader", ["captioner", "questions", "detector"])
+@pytest.mark.parametrize("loader", ["captioner", "detector"])
 def test_nobody_is_asked_whether_to_run_the_code_of_an_unknown_model(loader, copied, tmp_path, monkeypatch):
     folder = copied(loader)
     proof = tmp_path / "proof"
