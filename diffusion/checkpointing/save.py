@@ -1,11 +1,12 @@
 """Writing of checkpoints, and the copy of a state that is written while training changes it."""
 
 import copy
+import copyreg
 import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BufferedWriter, FileIO
+from io import BufferedWriter, BytesIO, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import xxhash
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
@@ -126,6 +127,16 @@ class _HashingFileSystem(FileSystem):
         self.checksums[Path(path).name] = file.digest.hexdigest()
 
 
+class _IndexPickler(pickle.Pickler):
+    """Write an index for every supported version: torch 2.11 does not read the strides that newer ones add."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Leave the strides out, which loading into tensors that exist does not need."""
+        if isinstance(obj, TensorProperties):
+            return copyreg.__newobj__, (TensorProperties,), obj.__getstate__()[:5]  # pyright: ignore
+        return NotImplemented
+
+
 class _ChecksumWriter(FileSystemWriter):
     """Writes the checksums of all ranks' files before the index."""
 
@@ -146,7 +157,9 @@ class _ChecksumWriter(FileSystemWriter):
         written: list[WriteResult] = [entry for entries, _ in results for entry in entries]
         metadata.storage_data = {entry.index: entry.storage_data for entry in written}
         metadata.storage_meta = self.storage_meta()
-        index = pickle.dumps(metadata)
+        buffer = BytesIO()
+        _IndexPickler(buffer).dump(metadata)
+        index = buffer.getvalue()
         checksums = {name: checksum for _, part in results for name, checksum in part.items()}
         checksums[INDEX] = xxhash.xxh64(index).hexdigest()
         write_json(folder / CHECKSUMS, {name: {CHECKSUM_KIND: value} for name, value in sorted(checksums.items())})

@@ -37,6 +37,9 @@ class ImageEncoder(nn.Module):
         std: standard deviation of each channel.
     """
 
+    mean: Tensor
+    std: Tensor
+
     def __init__(self, network: Any, mean: list[float], std: list[float]) -> None:
         super().__init__()
         self.network = network

@@ -139,7 +139,7 @@ def load_pretrained(
     where = f"{source}/{subfolder}" if subfolder else source
     folder = local_folder(source)
     unavailable = None if folder is not None or local_files_only else hub_unavailable_reason()
-    is_local = folder is not None or local_files_only or unavailable is not None
+    is_local = folder is not None or local_files_only or unavailable is not None or constants.HF_HUB_OFFLINE
     if issubclass(kind, (nn.Module, _BaseAutoModelClass)):
         options = {"dtype": torch.float32, "use_safetensors": True, "low_cpu_mem_usage": False} | options
     if issubclass(kind, nn.Module):
