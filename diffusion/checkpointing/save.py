@@ -15,7 +15,7 @@ import xxhash
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
@@ -156,7 +156,8 @@ class _ChecksumWriter(FileSystemWriter):
         folder = Path(self.path)
         written: list[WriteResult] = [entry for entries, _ in results for entry in entries]
         metadata.storage_data = {entry.index: entry.storage_data for entry in written}
-        metadata.storage_meta = self.storage_meta()
+        # No path: Python 3.13 names its class in another module than 3.11.
+        metadata.storage_meta = StorageMeta(checkpoint_id=str(folder), save_id=self.save_id)
         buffer = BytesIO()
         _IndexPickler(buffer).dump(metadata)
         index = buffer.getvalue()
