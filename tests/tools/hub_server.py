@@ -12,13 +12,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import huggingface_hub.constants
 import pytest
 
-try:
-    from huggingface_hub.utils import reset_sessions
-except ImportError:  # Version 1 looks at each request whether it is offline.
-
-    def reset_sessions() -> None: ...
-
-
 TOKEN = "hf_" + "a" * 34
 """May write everything."""
 
@@ -58,7 +51,7 @@ class _Handler(BaseHTTPRequestHandler):
             repository = f"{asked['organization']}/{asked['name']}"
             is_new = repository not in hub.files
             hub.files.setdefault(repository, {})
-            hub.is_private.setdefault(repository, asked["private"])
+            hub.is_private.setdefault(repository, asked["visibility"] == "private")
             return self._answer(200 if is_new else 409, {"url": f"{hub.endpoint}/{repository}"})
         if self.path.endswith(".git/info/lfs/objects/batch"):
             objects = [
@@ -110,10 +103,9 @@ def hub(monkeypatch) -> Iterator[Hub]:
     with Hub() as server:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        reset_sessions()  # Those that were made offline stay so.
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)  # This hub speaks LFS alone.
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield server
-        reset_sessions()
         server.shutdown()
         thread.join()
