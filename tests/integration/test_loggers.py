@@ -76,7 +76,7 @@ def test_wandb_gets_the_points_of_all_starts_in_files_of_one_run(run: Path) -> N
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     ("wandb", "reason"),
-    [("{offline: false}", "api_key not configured"), ("{project: 'a/b:c'}", "project name 'a/b:c'")],
+    [("{offline: false}", "API key"), ("{project: 'a/b:c'}", "project name 'a/b:c'")],
 )
 def test_an_error_of_wandb_is_reported_once_with_its_key(server, tmp_path: Path, wandb: str, reason: str) -> None:
     program = ["run.py", "tests/tools/toy.yaml", f"output_folder={tmp_path / 'run'}", f"loggers.wandb={wandb}"]

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from PIL import Image
 from wandb.proto.wandb_internal_pb2 import Record
-from wandb.sdk.internal.datastore import DataStore
 
 from diffusion.distributed import PREEMPTED_EXIT_CODE
 from diffusion.reports.run import read_run
 from diffusion.reports.run_page import write_report
+from tests.tools.logged_points import stored_records
 from tests.tools.toys import API_KEY
 
 pytestmark = pytest.mark.slow
@@ -62,19 +62,10 @@ def wandb_records(run: Path) -> Iterator[tuple[str, Any]]:
     for path in files:
         if not path.stat().st_size:
             continue
-        store = DataStore()
-        store.open_for_scan(str(path))
-        while (content := _scan(store)) is not None:
+        for content in stored_records(path):
             record: Any = Record()
             record.ParseFromString(content)
             yield record.WhichOneof("record_type"), record
-
-
-def _scan(store: DataStore) -> Any:
-    try:
-        return store.scan_data()
-    except AssertionError:  # what the reader raises for a record that a kill has cut off
-        return None
 
 
 def test_starts_say_when_where_and_how_they_ended(run: Path) -> None:
