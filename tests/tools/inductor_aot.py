@@ -17,12 +17,9 @@ import torch
 import triton
 from torch import Tensor
 from torch._dynamo.device_interface import CudaInterface
-from torch._dynamo.variables import ConstantVariable
-from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import detect_fake_mode
 from torch._inductor import codecache, compile_fx, config
 from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.fx_passes import reinplace
 from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import IRNode
 from torch._inductor.runtime import triton_helpers
@@ -86,14 +83,13 @@ class Graph:
 def lowering_for_gpu(arch: int = 90) -> Iterator[list[Graph]]:
     """What `torch.compile` traces on the CPU is lowered for a GPU, and not run: results are tensors without values.
 
-    Python code that asks for `is_cuda` of a tensor on the CPU is answered yes. Attention stays the operator of the CPU.
+    Attention stays the operator of the CPU.
 
     Yields:
         The graphs, in the order of lowering.
     """
     graphs: list[Graph] = []
     codegen_and_compile = compile_fx._InProcessFxCompile.codegen_and_compile
-    graph_call_function = reinplace.graph_call_function
 
     def lower(self: Any, gm: torch.fx.GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         mode = detect_fake_mode(inputs)
@@ -105,18 +101,10 @@ def lowering_for_gpu(arch: int = 90) -> Iterator[list[Graph]]:
             moved = tree_map_only(Tensor, lambda x: _empty(x.shape, x.stride(), x.dtype, "cuda"), list(inputs))
         return codegen_and_compile(self, gm, moved, *args, **kwargs)
 
-    def call_in_graph(graph: torch.fx.Graph, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """A scatter has the shape of its input; to find that, torch would copy tensors of the GPU."""
-        if function is not reinplace._generalized_scatter:
-            return graph_call_function(graph, function, *args, **kwargs)
-        node = graph.call_function(function, args, kwargs)
-        node.meta["val"] = args[0].meta["val"]
-        return node
-
     def generate(self: GraphLowering) -> Any:
-        code: Any = self.codegen()[0]
+        code, _ = self.codegen()
         inputs = [_layout(one) for one in self.graph_inputs.values()]
-        graphs.append(Graph(is_backward=self.is_backward, source=getattr(code, "value", code), inputs=inputs))
+        graphs.append(Graph(is_backward=self.is_backward, source=code.value, inputs=inputs))
         outputs = [_layout(output) for output in self.graph_outputs]
         return types.SimpleNamespace(call=lambda _: [_empty(*output) if output else None for output in outputs])
 
@@ -124,8 +112,6 @@ def lowering_for_gpu(arch: int = 90) -> Iterator[list[Graph]]:
         _gpu(arch),
         mock.patch.object(compile_fx._InProcessFxCompile, "codegen_and_compile", lower),
         mock.patch.object(GraphLowering, "compile_to_module", generate),
-        mock.patch.object(reinplace, "graph_call_function", call_in_graph),
-        mock.patch.object(TensorVariable, "method_attr_is_cuda", lambda *_: ConstantVariable.create(True)),
         config.patch(fx_graph_cache=False, compile_threads=1),
     ):
         torch._dynamo.reset()
@@ -150,27 +136,16 @@ def _gpu(arch: int) -> Iterator[None]:
     properties = types.SimpleNamespace(
         name="absent GPU",
         major=arch // 10,
-        minor=arch % 10,
         multi_processor_count=132,
         warp_size=32,
         regs_per_multiprocessor=65536,
         max_threads_per_multi_processor=2048,
         max_threads_per_block=1024,
-        total_memory=141 * 10**9,
-        gcnArchName="",
-        shared_memory_per_block=48 * 2**10,
-        shared_memory_per_block_optin=227 * 2**10,
-        L2_cache_size=50 * 2**20,
     )
     replacements: list[tuple[Any, str, Any]] = [
-        (torch.cuda, "get_device_properties", lambda *_: properties),
         (torch.cuda, "get_device_capability", lambda *_: divmod(arch, 10)),
-        (torch.cuda, "current_device", lambda: 0),
-        (torch.cuda, "device_count", lambda: 1),
         (CudaInterface, "get_device_properties", staticmethod(lambda *_: properties)),
         (CudaInterface.Worker, "get_device_properties", staticmethod(lambda *_: properties)),
-        (CudaInterface, "get_compute_capability", staticmethod(lambda *_: arch)),
-        (CudaInterface, "current_device", staticmethod(lambda: 0)),
         (CudaInterface, "is_bf16_supported", staticmethod(lambda *_, **__: True)),
         (CudaInterface, "is_available", staticmethod(lambda: True)),
         (torch._C, "_select_conv_backend", lambda *_, **__: torch._C._ConvBackend.Cudnn),  # It asks for bf16.

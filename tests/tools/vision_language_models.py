@@ -44,7 +44,7 @@ def _tokenizer() -> Qwen2Tokenizer:
     words.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     words.train_from_iterator(WORDS, BpeTrainer(initial_alphabet=ByteLevel.alphabet(), show_progress=False))
     model = json.loads(words.to_str())["model"]
-    merges = [tuple(merge) for merge in model["merges"]]
+    merges: Any = [tuple(merge) for merge in model["merges"]]
     return Qwen2Tokenizer(model["vocab"], merges, eos_token=END, extra_special_tokens=[START, END, *VISION])
 
 
