@@ -40,7 +40,13 @@ from diffusion.distributed import (
 from diffusion.errors import ConfigurationError, MachineError, PreemptedError, UserError, first_line
 
 _PACKAGES = (
-    *("torch", "mosaicml", "mosaicml-streaming", "streaming-community", "diffusers", "transformers", "numpy"),
+    "torch",
+    "mosaicml",
+    "mosaicml-streaming",
+    "streaming-community",
+    "diffusers",
+    "transformers",
+    "numpy",
     "diffusion",
 )
 _PARENT_SECONDS = 1.0

@@ -130,12 +130,12 @@ def full_name(node: ast.expr, names: dict[str, str]) -> str:
 
 
 def is_theirs(name: str) -> bool:
-    """Whether a full name is one of Composer or torch."""
+    """Check that a full name belongs to Composer or torch."""
     return name.partition(".")[0] in ("composer", "torch")
 
 
 def is_private(name: str) -> bool:
-    """Whether a name has one underscore in front."""
+    """Check that a name has one underscore in front."""
     return name.startswith("_") and not name.startswith("__")
 
 

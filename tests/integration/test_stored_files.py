@@ -1,4 +1,4 @@
-"""What the last commit on torch 2.7 and transformers 4.57 wrote is read, and its checkpoints continue.
+"""Files of the last commit on torch 2.7 and transformers 4.57 are read, and its checkpoints continue.
 
 `tests/data/old_stack.tar.xz` holds a prepared and an encoded data set, checkpoints of step 4 of two runs of 8 steps, an
 export, and what that stack computed from them; `make.py` in it made the files (at commit 8841cf3).

@@ -1,4 +1,5 @@
 import gc
+import hashlib
 import io
 import random
 import struct
@@ -12,7 +13,7 @@ import pytest
 from PIL import Image, ImageFile
 
 from diffusion.datasets import images
-from diffusion.datasets.images import UndecodableImageError, decode_reduced, decode_rgb
+from diffusion.datasets.images import UndecodableImageError, decode_reduced, decode_rgb, resample
 from tests.tools.image_files import encode, noise
 
 WHITE, RED = (255, 255, 255), (255, 0, 0)
@@ -259,3 +260,14 @@ def test_worker_modules_are_light():
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_resampled_pixels_are_those_of_pillow_11() -> None:
+    """The digest was computed with `Image.resize` of Pillow 11.3."""
+    rows, columns = np.indices((128, 40))
+    pixels = np.stack([rows * 37 + columns * 11, rows * columns, rows * 5 ^ columns * 7], axis=-1).astype(np.uint8)
+    digest = hashlib.sha256()
+    for size, box in (((16, 16), (0, 44.25, 40, 84.25)), ((20, 50), None), ((64, 100), (1.5, 2, 30, 120))):
+        for kind in (Image.Resampling.LANCZOS, Image.Resampling.BOX):
+            digest.update(np.asarray(resample(Image.fromarray(pixels), size, kind, box)).tobytes())
+    assert digest.hexdigest()[:16] == "c6da0c9eb9ec3538"

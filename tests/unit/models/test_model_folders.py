@@ -74,7 +74,7 @@ def aesthetic_score(folder: Path) -> list[nn.Module]:
 
 
 def cached_clip(folder: Path) -> list[nn.Module]:
-    """Of the local cache of the hub."""
+    """Files in the local cache of the hub."""
     repository = folder.parent / f"models--{HUB_NAME.replace('/', '--')}"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("0" * 40)
