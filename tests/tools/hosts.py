@@ -204,7 +204,11 @@ def _torchrun(arguments: list[str], runs: list[Run]) -> None:
 
 
 def _rank(runs: list[Run]) -> None:
+    import torch
+
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # The agent's handlers come along with a fork.
+    # A fork's first call replaces torch's pool of threads; two threads that are first at once find none, and abort.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if code := train_runs(runs):
         sys.exit(code)
 
