@@ -445,8 +445,7 @@ class PerformanceConfig:
 
     attention: AttentionBackend = AttentionBackend.auto
     """Attention kernel; one that does not support the data is an error. cudnn: self-attention only, torch chooses for
-    cross-attention. auto: cudnn on Hopper and Blackwell (compute capability 9.0 and 10.0) in half precision without
-    trainer.deterministic; elsewhere torch chooses."""
+    cross-attention. auto: torch chooses, on Hopper and Blackwell cuDNN where it supports the data."""
 
     compilation: Compilation = Compilation.auto
     """Compile the U-Net for training: block by block (blocks), or as a whole (unet), which fuses more, but with fsdp

@@ -141,9 +141,7 @@ class Clip(nn.Module):
     @torch.no_grad()
     def image_features(self, pixels: Tensor) -> Tensor:
         """Pixels uint8 [B, 3, S, S] -> float32 [B, D], projected, not normalised."""
-        # get_image_features returns the tensor in transformers 4 only.
-        encoded = self._model.vision_model(pixel_values=(pixels / 255.0 - self._mean) / self._std)
-        return self._model.visual_projection(encoded.pooler_output)
+        return self._model.get_image_features((pixels / 255.0 - self._mean) / self._std).pooler_output
 
     @torch.no_grad()
     def text_features(self, texts: Sequence[str]) -> Tensor:
@@ -156,7 +154,7 @@ class Clip(nn.Module):
             max_length=length,
             return_tensors="pt",
         )
-        return self._model.text_projection(self._model.text_model(**tokens.to(self._model.device)).pooler_output)
+        return self._model.get_text_features(**tokens.to(self._model.device)).pooler_output
 
 
 class RandomFeatures(nn.Module):

@@ -462,7 +462,7 @@ class LatentDiffusion(ComposerModel):
         was_training = self.network.training
         self.network.eval()
         try:
-            images = [torch.empty(0, 3, *size)]
+            images = [torch.empty(0, 3, *size, device="cpu")]
             for start in range(0, len(texts), batch_size):
                 part = slice(start, start + batch_size)
                 sampled = sample_latents(

@@ -168,9 +168,9 @@ def initial_latents(seeds: Sequence[int], shape: tuple[int, int, int], device: t
     Returns:
         float32 [B, C, H, W], on the device.
     """
-    zero = torch.zeros(1, dtype=torch.int64)
+    zero = torch.zeros(1, dtype=torch.int64, device="cpu")
     noise = (normal(seed, Purpose.INITIAL_LATENTS, zero, zero, shape) for seed in seeds)
-    return torch.cat([torch.empty(0, *shape), *noise]).to(device)
+    return torch.cat([torch.empty(0, *shape, device="cpu"), *noise]).to(device)
 
 
 # Arguments of `LatentDiffusion.generate`

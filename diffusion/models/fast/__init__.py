@@ -6,7 +6,7 @@ from torch import nn
 from diffusion.config.model import AttentionBackend, Compilation, PerformanceConfig
 from diffusion.config.training import Device
 from diffusion.errors import ConfigurationError
-from diffusion.models.fast.attention import is_faster_with_cudnn, set_attention
+from diffusion.models.fast.attention import set_attention
 from diffusion.models.fast.channels_last import keep_channels_last
 from diffusion.models.fast.compilation import compile_blocks, compile_modules, find_blocks, mark_steps
 
@@ -32,10 +32,7 @@ def apply(network: nn.Module, config: PerformanceConfig, device: Device) -> None
         )
     if config.channels_last and isinstance(network, UNet2DConditionModel):
         keep_channels_last(network, is_fused=config.fused_norms)
-    is_auto = config.attention is AttentionBackend.auto and device is Device.gpu
-    set_attention(
-        network, config.attention, is_fused=config.fused_projections, prefers_cudnn=is_auto and is_faster_with_cudnn()
-    )
+    set_attention(network, config.attention, is_fused=config.fused_projections)
     if config.cuda_graphs:
         mark_steps(network)
     compilation = resolve_compilation(config.compilation, device)

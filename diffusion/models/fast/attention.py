@@ -23,9 +23,6 @@ _BACKENDS = {
     AttentionBackend.math: SDPBackend.MATH,
 }
 
-_CUDNN_CAPABILITIES = ((9, 0), (10, 0))
-"""Hopper and Blackwell, where newer versions of torch prefer cuDNN's kernel."""
-
 
 class AttentionProcessor(AttnProcessor2_0):
     """Attention of a transformer block; calls with masks or further arguments use diffusers' implementation.
@@ -33,12 +30,10 @@ class AttentionProcessor(AttnProcessor2_0):
     Args:
         backend: kernel of the attention.
         is_fused: compute all projections of one input by one matrix product.
-        prefers_cudnn: use cuDNN's kernel for self-attention where possible, regardless of `backend`.
     """
 
-    def __init__(self, backend: AttentionBackend, *, is_fused: bool, prefers_cudnn: bool = False) -> None:
+    def __init__(self, backend: AttentionBackend, *, is_fused: bool) -> None:
         super().__init__()
-        self.prefers_cudnn = prefers_cudnn
         self.backend = _BACKENDS.get(backend)
         self.is_fused = is_fused
 
@@ -72,10 +67,9 @@ class AttentionProcessor(AttnProcessor2_0):
         return F.linear(x, torch.cat([layer.weight for layer in layers])).chunk(len(layers), dim=-1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, is_cross: bool) -> Tensor:
-        backend = SDPBackend.CUDNN_ATTENTION if self.prefers_cudnn and _fits_cudnn(query) else self.backend
-        if backend is None or (is_cross and backend is SDPBackend.CUDNN_ATTENTION):
+        if self.backend is None or (is_cross and self.backend is SDPBackend.CUDNN_ATTENTION):
             return F.scaled_dot_product_attention(query, key, value)
-        with sdpa_kernel(backend):
+        with sdpa_kernel(self.backend):
             return F.scaled_dot_product_attention(query, key, value)
 
 
@@ -100,18 +94,6 @@ class JointAttentionProcessor(PRXAttnProcessor2_0):
             return super().__call__(*args, **kwargs)
 
 
-def is_faster_with_cudnn() -> bool:
-    """Whether cuDNN's kernel is preferred on this GPU."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() in _CUDNN_CAPABILITIES
-
-
-def _fits_cudnn(query: Tensor) -> bool:
-    """Whether cuDNN's kernel supports [B, heads, N, D] in forward and backward pass."""
-    is_half = query.dtype in (torch.float16, torch.bfloat16)
-    size = query.shape[-1]
-    return is_half and size <= 128 and size % 8 == 0 and not torch.are_deterministic_algorithms_enabled()
-
-
 def _is_plain(attention: Attention) -> bool:
     return (
         type(attention.processor) is AttnProcessor2_0
@@ -125,12 +107,12 @@ def _is_plain(attention: Attention) -> bool:
     )
 
 
-def set_attention(module: nn.Module, backend: AttentionBackend, *, is_fused: bool, prefers_cudnn: bool = False) -> None:
+def set_attention(module: nn.Module, backend: AttentionBackend, *, is_fused: bool) -> None:
     """Set these processors in the plain attention layers below a module.
 
     The layers of a transformer have fused projections of their own, and torch chooses their kernel for `auto`.
     """
-    processor = AttentionProcessor(backend, is_fused=is_fused, prefers_cudnn=prefers_cudnn)
+    processor = AttentionProcessor(backend, is_fused=is_fused)
     joint = JointAttentionProcessor(backend)
     for layer in module.modules():
         if isinstance(layer, Attention) and _is_plain(layer):

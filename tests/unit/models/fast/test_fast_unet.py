@@ -14,7 +14,6 @@ from diffusers.models.upsampling import Upsample2D
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 from diffusion.config.checks import is_location
@@ -153,43 +152,6 @@ def test_options_for_gpus_are_rejected_on_a_cpu():
         build(TOY, PerformanceConfig(attention=AttentionBackend.cudnn))
     with pytest.raises(ConfigurationError, match=r"performance\.cuda_graphs"):
         build(TOY, PerformanceConfig(cuda_graphs=True))
-
-
-HALF = torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("capability", "attention", "dtype", "found"),
-    [
-        ((9, 0), AttentionBackend.auto, HALF, {True, False}),
-        ((10, 0), AttentionBackend.auto, HALF, {True, False}),
-        ((9, 0), AttentionBackend.auto, torch.float32, {False}),
-        ((8, 0), AttentionBackend.auto, HALF, {False}),
-        ((9, 0), AttentionBackend.flash, HALF, {False}),
-    ],
-)
-def test_self_attention_takes_cudnn_first_on_hopper(monkeypatch, traced, capability, attention, dtype, found):
-    """One block, traced as it is compiled: cuDNN for self-attention alone, whether or not a CPU has it."""
-    only_cudnn, attend = [], F.scaled_dot_product_attention
-
-    @torch._dynamo.nonstrict_trace
-    def look(query, key, value):
-        only_cudnn.append(torch.backends.cuda.cudnn_sdp_enabled() and not torch.backends.cuda.math_sdp_enabled())
-        with sdpa_kernel(SDPBackend.MATH):
-            return attend(query, key, value)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", look)
-    unet = with_seed(3, lambda: UNet2DConditionModel(**{**TOY, "attention_head_dim": (2, 4)})).to(dtype)
-    options = PerformanceConfig(attention=attention, compilation=Compilation.none, fused_norms=False)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-        fast.apply(unet, options, Device.gpu)
-    block = unet.mid_block.attentions[0].transformer_blocks[0]
-    run = torch.compile(block, fullgraph=True)
-    run(torch.randn(2, 4, 32, dtype=dtype), encoder_hidden_states=torch.randn(2, 7, 16, dtype=dtype)).sum().backward()
-    assert set(only_cudnn) == found
-    assert num_graphs() == 1
 
 
 def test_layers_with_adapters_are_left_to_them():
