@@ -38,10 +38,12 @@ from diffusion.checkpointing.resume import (
     checkpoint_storage,
     find_resumption,
     finish,
+    group_settings,
     has_ended,
     is_finished,
     mark_finished,
     remove_downloads,
+    restore_group_settings,
 )
 from diffusion.checkpointing.roll_back import roll_back
 from diffusion.config.checks import check, check_machine, num_batches, resolve_device, steps_of
@@ -391,13 +393,14 @@ def build_trainer(
         ConfigurationError: an algorithm of the user's own cannot be built.
         DataError: the checkpoint is damaged.
     """
-    settings = config.trainer
+    settings, optimizer = config.trainer, _build_optimizer(config, model)
+    configured = group_settings(optimizer)
     try:
         trainer = HostTrainer(
             model=model,
             train_dataloader=train_data,
             eval_dataloader=evaluator,
-            optimizers=_build_optimizer(config, model),
+            optimizers=optimizer,
             schedulers=_build_scheduler(config),
             algorithms=agree(lambda: build_plugins(config.plugins.algorithms, "plugins.algorithms", Algorithm)),
             callbacks=callbacks,
@@ -419,6 +422,8 @@ def build_trainer(
         )
     except CheckpointException as error:
         raise as_data_error(error, str(load_path)) from error
+    if load_path is not None:
+        restore_group_settings(trainer, configured)
     return trainer
 
 

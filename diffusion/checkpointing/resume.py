@@ -12,6 +12,8 @@ from typing import Any
 import yaml
 from composer import Event, Trainer
 from composer.utils import dist
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from diffusion.checkpointing.find import check_checkpoint, check_whole, is_complete, newest_that_passes
 from diffusion.checkpointing.layout import list_checkpoints, remove_copy, remove_half_written
@@ -300,6 +302,25 @@ def _list_changes(changes: list[Change]) -> str:
         return value if isinstance(value, str) else json.dumps(value)
 
     return "; ".join(f"{key} (was {text(was)}, is {text(value)})" for key, was, value in changes)
+
+
+def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Copy the settings of each parameter group, such as learning rate and weight decay."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def restore_group_settings(trainer: Trainer, settings: Sequence[Mapping[str, Any]]) -> None:
+    """Set what the configuration gave the optimizer in place of what a checkpoint has brought.
+
+    Composer computes the learning rate of a step at the end of the one before: another schedule has its effect from
+    the second step on.
+    """
+    (optimizer,), (scheduler,) = trainer.state.optimizers, trainer.state.schedulers
+    assert isinstance(scheduler, LambdaLR)
+    scheduler.base_lrs = [own["lr"] for own in settings]
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        lr = group["lr"] * (own["lr"] / group["initial_lr"])
+        group.update(own, initial_lr=own["lr"], lr=lr)
 
 
 # After the last checkpoint

@@ -1,10 +1,12 @@
 """A run that is started again: settings that may change, and what is left to do after a kill at its end."""
 
+import json
 import os
 import shutil
 import signal
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from composer import Callback, Logger, State
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of, list_checkpoints
-from diffusion.checkpointing.resume import FINISHED, check_changes
+from diffusion.checkpointing.resume import FINISHED, check_changes, group_settings
 from diffusion.config.loading import load_config
 from diffusion.config.secrets import to_public_yaml
 from diffusion.errors import ConfigurationError
@@ -119,6 +121,60 @@ def test_what_may_be_another_is_told_and_recorded(server, finished, tmp_path):
     for config in (load_config(run / "config.yaml"), load_config_of(newest)):
         assert (config.optimizer.lr, config.trainer.max_duration) == (0.002, "3ba")
     assert "composer" not in job.output.lower()
+
+
+class RecordGroups(Callback):
+    """Record the settings of the parameter groups at each step."""
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        rows = group_settings(state.optimizers[0])
+        with Path(os.environ["GROUPS_FILE"]).open("a") as file:
+            file.write(json.dumps({"step": state.timestamp.batch.value, "groups": rows}) + "\n")
+
+
+OPTIMIZER = ["optimizer.lr=0.004", "optimizer.weight_decay=0.3", "optimizer.betas=[0.5,0.6]", "optimizer.eps=1e-4"]
+DISCRIMINATOR = ["autoencoder.adversarial_weight=0.1", "autoencoder.adversarial_start=1ba"]
+
+
+@pytest.mark.parametrize(
+    ("yaml", "common", "changes"),
+    [
+        ("toy", ["trainer.parallelism=ddp"], [*OPTIMIZER, "schedule.warmup=5ba"]),
+        ("toy", ["trainer.parallelism=fsdp"], [*OPTIMIZER, "schedule.decay=linear", "schedule.final=0.5"]),
+        ("toy", ["trainer.parallelism=fsdp", "optimizer.name=muon"], [*OPTIMIZER, "optimizer.momentum=0.7"]),
+        ("autoencoder", DISCRIMINATOR, [*OPTIMIZER, "autoencoder.discriminator_lr=0.007"]),
+    ],
+    ids=["ddp", "fsdp", "muon", "autoencoder"],
+)
+def test_optimizer_and_schedule_have_the_settings_of_this_start(server, shapes, tmp_path, yaml, common, changes):
+    yaml = {"toy": "tests/tools/toy.yaml", "autoencoder": "yamls/tiny/autoencoder.yaml"}[yaml]
+    common = [*common, "plugins.callbacks=[{path: tests.integration.test_changed_settings.RecordGroups}]", *SHORT]
+    if "tiny" in yaml:
+        common = [
+            *common[:-3],
+            "validation=null",
+            f"data.local={shapes / 'prepared' / 'train'}",
+            "data.num_workers=0",
+            "schedule.warmup=2ba",
+        ]
+
+    def groups(name: str, *starts: list[str]) -> list[dict[str, Any]]:
+        for overrides in starts:
+            everything = [f"output_folder={tmp_path / name}", *common, *overrides]
+            file = str(tmp_path / f"{name}.jsonl")
+            job = server.start_training(1, [(yaml, everything)], GROUPS_FILE=file).finish()
+            assert job.codes == [0], job.output
+        return [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+
+    first, second = ["trainer.max_duration=3ba"], ["trainer.max_duration=6ba"]
+    whole, changed = groups("whole", [*second, *changes]), groups("changed", first, [*second, *changes])
+    assert [row["step"] for row in changed] == [*range(6)]
+    assert changed[4:] == whole[4:]
+    assert changed[:3] != whole[:3]
+    for before, after in zip(changed[3]["groups"], whole[3]["groups"], strict=True):
+        assert {**before, "lr": None} == {**after, "lr": None}
+        if not any(change.startswith("schedule.") for change in changes):
+            assert before["lr"] == pytest.approx(after["lr"], rel=1e-12)
 
 
 # After the last checkpoint
