@@ -1,10 +1,12 @@
 """Tasks, shards and scores by Ray Data on a cluster of several nodes on this machine, and starts of Ray that fail."""
 
+import atexit
 import functools
 import logging
 import os
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,11 +40,16 @@ def cluster():
         patch.setenv("RAY_BACKEND_LOG_LEVEL", "fatal")
         wait = functools.partialmethod(Cluster._wait_for_node, timeout=300)
         patch.setattr(Cluster, "_wait_for_node", wait)
+        at_exit: list[Callable[..., Any]] = []
+        register = atexit.register
+        patch.setattr(atexit, "register", lambda function, *args: at_exit.append(function) or register(function, *args))
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **MEMORY})
         cluster.add_node(num_cpus=2, num_gpus=2, **MEMORY)
         yield cluster
         ray.shutdown()
         cluster.shutdown()
+        for function in at_exit:  # Python 3.13 drops them in a fork, where the end of Ray's objects is a crash.
+            atexit.unregister(function)
 
 
 def workers_of(cluster, **options) -> Workers:
