@@ -146,7 +146,7 @@ QUICK = torch.bfloat16, (320, 128)
     ("dtype", "num_channels", "side"),
     [
         pytest.param(dtype, *shape, marks=() if (dtype, shape) == QUICK else pytest.mark.slow)
-        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        for dtype in (torch.bfloat16, torch.float32)  # fp16 has the tiles of bf16.
         for shape in SHAPES_OF_NETWORKS
     ],
 )
