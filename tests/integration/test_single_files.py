@@ -21,7 +21,7 @@ from diffusion.loading import Trained, load_model
 from diffusion.models.architectures import TINY, build_vae
 from diffusion.models.autoencoder import save_autoencoder
 from diffusion.models.sampling import initial_latents
-from diffusion.operations.checks.doctor import diagnose
+from scripts.doctor import check_initial_weights
 from tests.tools.forking import free_port
 from tests.tools.hub_server import TOKEN, Hub, hub
 
@@ -175,8 +175,8 @@ def test_weights_of_another_objective_are_an_error_unless_that_is_intended(runs,
     message = (
         "prediction_type is epsilon, but v_prediction for these weights. Set objective.prediction_type=v_prediction"
     )
-    findings = [str(verdict) for verdict in diagnose(config)]
-    assert sum(message in finding for finding in findings) == 1
+    (finding,) = check_initial_weights(config)
+    assert message in finding.what
     with pytest.raises(ConfigurationError, match=message):
         train_command([TOY, *start, epsilon, "--dry-run"], say=print)
     with pytest.raises(ConfigurationError, match="zero_terminal_snr is true, but false"):

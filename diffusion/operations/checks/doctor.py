@@ -30,9 +30,8 @@ from diffusion.config.loading import to_yaml
 from diffusion.config.schema import Config
 from diffusion.config.training import Device
 from diffusion.distributed import local_rank, local_world_size, rank, world_size
-from diffusion.errors import MachineError, UserError
+from diffusion.errors import MachineError
 from diffusion.launch import package_versions
-from diffusion.loading import check_objective
 from diffusion.models.architectures import side_factor
 from diffusion.operations import timeouts
 from diffusion.operations.checks.data import check_data, index_hashes
@@ -88,10 +87,6 @@ def _check_this_machine(config: Config, device: Device) -> Iterator[Verdict]:
         yield ok("device", f"{device.value}, {num_gpus} GPUs are visible, {config.trainer.precision.value}")
     except MachineError as error:
         yield problem("device", str(error))
-    try:
-        check_objective(config)
-    except UserError as error:
-        yield problem("init_from", str(error))
     yield from check_machine(config, device)
 
 
