@@ -55,6 +55,7 @@ def _start_logging() -> None:
 
 
 def _show_plan(config: Config, say: Callable[[str], None]) -> None:
+    from diffusion.loading import check_objective
     from diffusion.models.architectures import side_factor
     from diffusion.planning.plan import format_plan, plan_run
     from diffusion.planning.storage import absent_streams
@@ -63,6 +64,7 @@ def _show_plan(config: Config, say: Callable[[str], None]) -> None:
     num_ranks = config.plan.num_gpus or world_size()
     check(config, world_size=num_ranks, side_factor=side_factor(config.model))
     check_plugins(config.plugins)
+    check_objective(config)
     say(to_public_yaml(config))
     say(format_plan(plan_run(config, world_size=world_size()), missing_locations(config) | absent_streams(config)))
 

@@ -42,7 +42,7 @@ from diffusion.models.pretrained import (
     write_pipeline,
 )
 from diffusion.models.prompt_encoder import has_own_encoding, write_prompt_encoder
-from diffusion.models.sampling import build_noise_scheduler, inference_scheduler
+from diffusion.models.sampling import build_noise_scheduler, exported_scheduler
 from diffusion.models.score_conditioning import build_score_embedding, fold_scores
 from diffusion.models.text_adapter import TextAdapter, build_text_adapter, with_adapter
 from diffusion.models.text_encoders import LanguageModel
@@ -223,7 +223,7 @@ def _write_pipeline(folder: Path, trained: Trained) -> None:
         network=network,
         frozen=frozen,
         resolution=config.data.resolution,
-        scheduler=inference_scheduler(build_noise_scheduler(config.objective)),
+        scheduler=exported_scheduler(build_noise_scheduler(config.objective)),
         scaling_factor=ARCHITECTURES[config.model.architecture].vae["scaling_factor"],
     )
 
@@ -237,7 +237,7 @@ def _metadata(trained: Trained, licences: Licences) -> dict[str, str]:
         "weights": trained.label or "average",
         "architecture": config.model.architecture.value,
         "prediction_type": config.objective.prediction_type.value,
-        SCHEDULER_KEY: inference_scheduler(build_noise_scheduler(config.objective)).to_json_string(),
+        SCHEDULER_KEY: exported_scheduler(build_noise_scheduler(config.objective)).to_json_string(),
         "resolution": str(config.data.resolution),
         "license": licences.model,
         "data_license": licences.data,

@@ -11,14 +11,21 @@ from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.read import read_config, read_weights
 from diffusion.config.loading import from_dict, load
 from diffusion.config.model import InitFromConfig
-from diffusion.config.schema import Config
+from diffusion.config.schema import Config, Task
 from diffusion.ema.posthoc import AVERAGE_SUFFIX
 from diffusion.errors import ConfigurationError
 from diffusion.models.build import build_model, load_weights
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.ldm_layout import read_single_file
 from diffusion.models.lora import has_lora, merged
-from diffusion.models.pretrained import is_pipeline, is_single_file, read_pipeline_network, read_safetensors
+from diffusion.models.pretrained import (
+    is_pipeline,
+    is_single_file,
+    read_noise_schedule,
+    read_pipeline_network,
+    read_safetensors,
+)
+from diffusion.storage import is_url
 
 log = logging.getLogger(__name__)
 
@@ -130,6 +137,42 @@ def read_initial(config: InitFromConfig, model: LatentDiffusion) -> dict[str, Te
     checkpoint = resolve_checkpoint(config.checkpoint)
     stored = read_weights(checkpoint, config.weights, is_checked=True)
     return _without_lora(stored, load_config_of(checkpoint))
+
+
+def check_objective(config: Config) -> None:
+    """Reject initial weights that were trained with another prediction type or zero-terminal SNR.
+
+    Weights that are not on this machine, or do not say how they were trained, are not checked. The shift of a flow may
+    change: what the network predicts at a noise level stays the same.
+
+    Raises:
+        ConfigurationError: the objectives differ, and `init_from.new_objective` is false.
+        DataError: the weights cannot be read.
+    """
+    start = config.init_from
+    if config.task is Task.autoencoder or start is None or start.new_objective:
+        return
+    here, path = config.objective, Path(start.checkpoint).expanduser()
+    if is_url(start.checkpoint) or not path.exists():
+        return
+    if is_pipeline(path) or is_single_file(path):
+        stored = read_noise_schedule(path)
+        if stored is None:
+            return
+        prediction, zero_snr = stored["prediction_type"], bool(stored.get("rescale_betas_zero_snr"))
+    else:
+        trained = load_config_of(resolve_checkpoint(start.checkpoint)).objective
+        prediction, zero_snr = trained.prediction_type.value, trained.zero_terminal_snr
+    values = {"prediction_type": (prediction, here.prediction_type.value)}
+    values["zero_terminal_snr"] = (str(zero_snr).lower(), str(here.zero_terminal_snr).lower())
+    differing = {f"objective.{key}": pair for key, pair in values.items() if pair[0] != pair[1]}
+    if differing:
+        found = "; ".join(f"{key} is {now}, but {was} for these weights" for key, (was, now) in differing.items())
+        remedy = " ".join(f"{key}={was}" for key, (was, _) in differing.items())
+        raise ConfigurationError(
+            f"init_from.checkpoint: {start.checkpoint}: {found}. Set {remedy}, or init_from.new_objective=true if this "
+            "is intended"
+        )
 
 
 def _without_lora(weights: dict[str, Tensor], config: Config) -> dict[str, Tensor]:

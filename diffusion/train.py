@@ -59,7 +59,7 @@ from diffusion.datasets.streams import Files
 from diffusion.distributed import agree
 from diffusion.errors import ConfigurationError, MachineError, PreemptedError, error_context
 from diffusion.files import write_atomically
-from diffusion.loading import read_initial
+from diffusion.loading import check_objective, read_initial
 from diffusion.models import fast
 from diffusion.models.architectures import ARCHITECTURES, build_vae, side_factor, with_seed
 from diffusion.models.autoencoder import AutoencoderTraining, initialise_logvar
@@ -256,6 +256,7 @@ def build_training_model(config: Config, device: Device, *, is_new: bool = True)
     if config.trainer.activation_checkpointing:
         model.network.enable_gradient_checkpointing()
     if is_new and config.init_from is not None:
+        check_objective(config)
         with error_context("init_from.checkpoint"):
             initial = read_initial(config.init_from, model)
             if config.model.lora is not None:

@@ -8,14 +8,19 @@ Exit code: 2 for a problem, else 0.
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from diffusion.config.loading import load_config
 from diffusion.distributed import agree, is_first_rank
 from diffusion.errors import UserError
 from diffusion.launch import CommandParser, run_command
+
+if TYPE_CHECKING:
+    from diffusion.config.schema import Config
+    from diffusion.operations.checks.verdicts import Verdict
 
 
 def doctor(arguments: Sequence[str]) -> None:
@@ -32,9 +37,10 @@ def doctor(arguments: Sequence[str]) -> None:
     config = load_config(options.config, options.overrides)
 
     from diffusion.operations.checks.doctor import diagnose
-    from diffusion.operations.checks.verdicts import Level, format_table
+    from diffusion.operations.checks.verdicts import Level, format_table, on_each_machine
 
     verdicts = diagnose(config, options.timeout, deep=options.deep)
+    verdicts += on_each_machine(lambda: check_initial_weights(config))
     if is_first_rank():
         print(format_table(verdicts), flush=True)
         if options.json is not None:
@@ -42,6 +48,17 @@ def doctor(arguments: Sequence[str]) -> None:
             options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     num_problems = sum(verdict.level is Level.problem for verdict in verdicts)
     agree(lambda: raise_number(num_problems))
+
+
+def check_initial_weights(config: "Config") -> Iterator["Verdict"]:
+    """Check the objective of the weights that a run starts with."""
+    from diffusion.loading import check_objective
+    from diffusion.operations.checks.verdicts import problem
+
+    try:
+        check_objective(config)
+    except UserError as error:
+        yield problem("init_from", str(error))
 
 
 def raise_number(num_problems: int) -> None:

@@ -34,6 +34,9 @@ MAX_LOSS_DIFFERENCE = 1e-5
 MAX_WEIGHT_DIFFERENCE = 5e-3
 """Of a tensor, relative to its largest value; more is a failure. Muon turns rounding into updates of full size."""
 
+MAX_AVERAGE_DIFFERENCE = 1e-5
+"""The same of averages; they may differ by twice as much as the weights do, if that is more."""
+
 TIMEOUT = 900.0
 """Seconds that one start may take."""
 
@@ -121,9 +124,14 @@ class Comparison:
     """The same of the averaged weights."""
 
     @property
+    def max_average(self) -> float:
+        """Largest difference of an average that is not a failure."""
+        return max(MAX_AVERAGE_DIFFERENCE, 2 * self.weights)
+
+    @property
     def is_equal(self) -> bool:
         """Whether the promise was kept."""
-        is_near = self.weights <= MAX_WEIGHT_DIFFERENCE and self.average <= MAX_WEIGHT_DIFFERENCE
+        is_near = self.weights <= MAX_WEIGHT_DIFFERENCE and self.average <= self.max_average
         return self.num_wrong_steps == 0 and self.loss <= MAX_LOSS_DIFFERENCE and is_near
 
 
@@ -253,7 +261,7 @@ def _row(comparison: Comparison) -> tuple[str, ...]:
         "equal" if wrong == 0 else f"{wrong} of {len(outcome.losses)} DIFFER",
         _difference(comparison.loss, MAX_LOSS_DIFFERENCE),
         _difference(comparison.weights, MAX_WEIGHT_DIFFERENCE),
-        _difference(comparison.average, MAX_WEIGHT_DIFFERENCE),
+        _difference(comparison.average, comparison.max_average),
         f"{outcome.seconds:.0f}",
     )
 

@@ -21,16 +21,16 @@ SETTINGS = (
     "model.pretrained=null",
     "data.remote=null",
     f"data.resolution={RESOLUTION}",
-    "data.global_batch_size=16",
+    "data.global_batch_size=30",
     "data.num_canonical_nodes=8",
     "data.shuffle_block_size=64",
     "validation=null",
     "samples.prompts=[]",
     "schedule.warmup=10ba",
-    "trainer.save_interval=10ba",
+    "trainer.save_interval=5ba",
     "trainer.progress_bar=false",
     "trainer.precision=fp32",
-    "algorithms.ema={start: 0.5dur, decays: [0.9]}",
+    "algorithms.ema={start: 0.25dur, decays: [0.9]}",
 )
 
 
@@ -93,7 +93,7 @@ def main(launcher: Callable[[int], list[str]] | None = None) -> None:
     if wrong:
         print(f"{len(wrong)} of {len(specs)} runs differ: {', '.join(wrong)}")
         raise SystemExit(1)
-    print(f"{len(specs)} runs: everything drawn is equal in every step, losses within 1e-5, weights within 5e-3")
+    print(f"{len(specs)} runs: everything drawn is equal in every step, losses within 1e-5, averages as the weights")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class RunSpec:
 VALUES: dict[str, tuple[Any, ...]] = {
     "representation": ("latents", "images"),
     "buckets": ("one", "several"),
-    "world_size": (1, 2, 4),
+    "world_size": (1, 2, 3, 5, 6),
     "microbatch": (2, 4),
     "workers": (0, 2),
     "parallelism": ("fsdp", "ddp"),
@@ -94,10 +94,10 @@ def short_set() -> list[RunSpec]:
     return [
         RunSpec(),
         RunSpec(world_size=2, microbatch=2, workers=2, interruption="kill"),
-        RunSpec(world_size=2, parallelism="ddp", interruption="term"),
+        RunSpec(world_size=3, parallelism="ddp", interruption="term"),
     ]
 
 
 def resume_size(spec: RunSpec) -> int:
     """Ranks that an interrupted run continues on."""
-    return {1: 2, 2: 1, 4: 2}[spec.world_size]
+    return {1: 2, 2: 3, 3: 1, 5: 6, 6: 5}[spec.world_size]

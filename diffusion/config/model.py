@@ -409,6 +409,9 @@ class InitFromConfig:
     weights: Weights = Weights.raw
     """Training weights or their exponential moving average; without effect for a diffusers folder or a file."""
 
+    new_objective: bool = False
+    """Train weights of another prediction type or noise schedule; false: such weights are an error."""
+
 
 class AttentionBackend(str, Enum):
     """Kernels of `torch.nn.functional.scaled_dot_product_attention`."""

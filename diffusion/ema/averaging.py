@@ -133,10 +133,13 @@ class WeightAverage:
         self.profile = profile
         self.num_updates = 0
         self.averages = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        pairs = [(local_shard(self.averages[name]), local_shard(p.detach())) for name, p in parameters.items()]
+        self._parameters = parameters
+
+    def _shards(self) -> tuple[list[Tensor], list[Tensor]]:
+        """This rank's shards of averages and parameters; not kept, because FSDP2 may replace those of parameters."""
+        pairs = [(local_shard(self.averages[name]), local_shard(p.detach())) for name, p in self._parameters.items()]
         pairs = [(average, parameter) for average, parameter in pairs if average.numel()]
-        self._average_shards = [average for average, _ in pairs]
-        self._parameter_shards = [parameter for _, parameter in pairs]
+        return [average for average, _ in pairs], [parameter for _, parameter in pairs]
 
     @property
     def time(self) -> int:
@@ -148,12 +151,12 @@ class WeightAverage:
         """Move the average towards the parameters; touches local shards only."""
         self.num_updates += 1
         step = self.profile.step(self.time)
-        torch._foreach_lerp_(self._average_shards, self._parameter_shards, step)  # pyright: ignore
+        torch._foreach_lerp_(*self._shards(), step)  # pyright: ignore
 
     @torch.no_grad()
     def swap(self) -> None:
         """Exchange average and parameters in place, one tensor of scratch at a time."""
-        for average, parameter in zip(self._average_shards, self._parameter_shards, strict=True):
+        for average, parameter in zip(*self._shards(), strict=True):
             scratch = parameter.clone()
             parameter.copy_(average)
             average.copy_(scratch)

@@ -33,17 +33,79 @@ NoiseScheduler = DDPMScheduler | FlowMatchEulerDiscreteScheduler
 """Noise schedule of training, as diffusers describes it."""
 
 
+class DDIM(DDIMScheduler):
+    """DDIM whose n timesteps are spread over the whole schedule, also where n does not divide its length T."""
+
+    def set_timesteps(self, num_inference_steps: int, device: str | torch.device | None = None) -> None:
+        """Space the timesteps by T / n; diffusers rounds this down, or takes one more step."""
+        super().set_timesteps(num_inference_steps, device)
+        length, indices = self.config["num_train_timesteps"], np.arange(num_inference_steps)
+        if self.config["timestep_spacing"] == "trailing":
+            timesteps = np.round(length - indices * (length / num_inference_steps)) - 1
+        else:
+            timesteps = indices[::-1] * length // num_inference_steps + self.config["steps_offset"]
+            timesteps -= max(0, timesteps[0] - (length - 1))  # With an offset, T steps would exceed the schedule.
+        self.timesteps = torch.from_numpy(timesteps.astype(np.int64)).to(device)
+        self._following = dict(zip(timesteps[:-1].tolist(), timesteps[1:].tolist(), strict=True))
+
+    def step(self, model_output: Tensor, timestep: Any, sample: Tensor, *_: Any, **__: Any) -> tuple[Tensor]:
+        """Move to the next timestep, without noise (Song et al. 2021, equation 12 with sigma = 0)."""
+        following = self._following.get(int(timestep))
+        alpha = self.alphas_cumprod[int(timestep)]
+        alpha_next = self.final_alpha_cumprod if following is None else self.alphas_cumprod[int(following)]
+        beta = 1 - alpha
+        if self.config["prediction_type"] == PredictionType.epsilon.value:
+            clean, noise = (sample - beta**0.5 * model_output) / alpha**0.5, model_output
+        elif self.config["prediction_type"] == PredictionType.sample.value:
+            clean, noise = model_output, (sample - alpha**0.5 * model_output) / beta**0.5
+        else:
+            clean = alpha**0.5 * sample - beta**0.5 * model_output
+            noise = alpha**0.5 * model_output + beta**0.5 * sample
+        return (alpha_next**0.5 * clean + (1 - alpha_next) ** 0.5 * noise,)
+
+
+class EulerScheduler(DPMSolverMultistepScheduler):
+    """Euler's method, as DPM-Solver++ of order 1."""
+
+    def set_timesteps(self, *args: Any, **kwargs: Any) -> None:
+        """Begin at the first step: it cannot be found by its timestep where several steps round to the same one."""
+        super().set_timesteps(*args, **kwargs)
+        self.set_begin_index(0)
+
+
 class HeunScheduler(FlowMatchHeunDiscreteScheduler):
     """Heun's method, with what the pipelines of Stable Diffusion ask of a scheduler."""
 
     init_noise_sigma = 1.0
+
+    def set_timesteps(self, num_inference_steps: int, device: str | torch.device | None = None) -> None:
+        """Space n steps evenly from 1 to 0 before the shift; those of diffusers are n - 1 and a tiny one.
+
+        The network's last timestep is the first one of training.
+        """
+        super().set_timesteps(num_inference_steps, device)
+        line, shift = torch.linspace(1, 0, num_inference_steps + 1, dtype=torch.float64), self.config["shift"]
+        self.sigmas = (shift * line / (1 + (shift - 1) * line)).float()
+        timesteps = (self.sigmas * self.config["num_train_timesteps"]).clamp(min=1)
+        self.timesteps = timesteps.repeat_interleave(2)[1:-1].to(device)
+        self._step_index = 0
+
+    def step(self, model_output: Tensor, timestep: Any, sample: Tensor, *_: Any, **__: Any) -> tuple[Tensor]:
+        """Take Euler's step to the next noise level, then repeat it with the mean of both velocities."""
+        if self.state_in_first_order:
+            self.sample, self.prev_derivative = sample.float(), model_output
+            self.dt = float(self.sigmas[self._step_index + 1] - self.sigmas[self._step_index])
+            return ((self.sample + self.dt * model_output).to(model_output.dtype),)
+        velocity, step = (self.prev_derivative + model_output) / 2, self.dt
+        self.dt, self._step_index = None, self._step_index + 1
+        return ((self.sample + step * velocity).to(model_output.dtype),)
 
     def scale_model_input(self, sample: Tensor, timestep: Tensor) -> Tensor:
         """Return the input of the network as it is."""
         return sample
 
 
-InferenceScheduler = DDIMScheduler | DPMSolverMultistepScheduler | HeunScheduler
+InferenceScheduler = DDIM | EulerScheduler | HeunScheduler
 
 
 def build_noise_scheduler(objective: ObjectiveConfig) -> NoiseScheduler:
@@ -99,7 +161,14 @@ def inference_scheduler(noise_scheduler: Any, sampler: Sampler | str | None = No
     config, sampler = noise_scheduler.config, choose_sampler(noise_scheduler, sampler)
     if sampler is Sampler.heun:
         return HeunScheduler(config.num_train_timesteps, shift=config.shift)
-    if sampler is Sampler.euler:
+    kind = EulerScheduler if sampler is Sampler.euler else DDIM
+    return kind.from_config(exported_scheduler(noise_scheduler).config)  # pyright: ignore[reportReturnType]
+
+
+def exported_scheduler(noise_scheduler: Any) -> DDIMScheduler | DPMSolverMultistepScheduler:
+    """Build the first sampler of a noise schedule as diffusers has it, for folders that its pipelines read."""
+    config = noise_scheduler.config
+    if choose_sampler(noise_scheduler, None) is Sampler.euler:
         return DPMSolverMultistepScheduler(
             config.num_train_timesteps,
             prediction_type=FLOW_PREDICTION,
@@ -145,12 +214,9 @@ def sample_latents(
         float32 [B, C, H, W].
     """
     scheduler.set_timesteps(num_inference_steps, device=latents.device)
-    timesteps = scheduler.timesteps
-    if isinstance(scheduler, DDIMScheduler):  # Leading steps with an offset would exceed the schedule of T steps.
-        timesteps = timesteps - (timesteps[0] - (scheduler.config["num_train_timesteps"] - 1)).clamp(min=0)
     guided = guidance_scale != 1.0
     context = unconditional.concatenate(conditioning) if guided else conditioning
-    for timestep in tqdm(timesteps, desc="sampling", disable=not progress, leave=False):
+    for timestep in tqdm(scheduler.timesteps, desc="sampling", disable=not progress, leave=False):
         model_input = torch.cat([latents, latents]) if guided else latents
         prediction = denoiser(model_input, timestep, context).float()
         if guided:

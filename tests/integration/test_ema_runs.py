@@ -225,6 +225,22 @@ def test_averages_continue_at_another_number_of_ranks(runs, profile):
     assert difference(read_weights(newest(runs["resized"]), profile.label), expected) < 1e-5
 
 
+@pytest.mark.world_size(5)
+def test_averages_continue_where_ranks_have_shards_of_different_sizes(server, tmp_path):
+    def steps(folder: Path, num: int) -> Run:
+        options = ["data.global_batch_size=15", f"trainer.max_duration={num}ba", "trainer.save_interval=4ba"]
+        return run(folder, "fsdp", *options)
+
+    begun, whole = tmp_path / "begun", tmp_path / "whole"
+    server.train(1, [steps(begun, 4), steps(whole, END)])
+    for num_ranks in (3, 5):
+        resumed = shutil.copytree(begun, tmp_path / f"resumed-{num_ranks}")
+        server.train(num_ranks, [steps(resumed, END)])
+        for profile in PROFILES:
+            expected = read_weights(newest(whole), profile.label)
+            assert difference(read_weights(newest(resumed), profile.label), expected) < 1e-5
+
+
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", ["none", "fsdp-2"])
 def test_files_hold_the_averages_of_their_steps(runs, name):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import diffusion.export
 from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.read import read_weights
+from diffusion.cli import train_command
 from diffusion.config.loading import load_config
 from diffusion.errors import ConfigurationError
 from diffusion.export import Layout, export
@@ -20,6 +21,7 @@ from diffusion.loading import Trained, load_model
 from diffusion.models.architectures import TINY, build_vae
 from diffusion.models.autoencoder import save_autoencoder
 from diffusion.models.sampling import initial_latents
+from scripts.doctor import check_initial_weights
 from tests.tools.forking import free_port
 from tests.tools.hub_server import TOKEN, Hub, hub
 
@@ -163,3 +165,24 @@ def test_what_the_hub_rejects_is_one_message_before_the_work(
     assert {"token": "HF_TOKEN", "name": "some one/x/y", "network": "does not answer"}[problem] in output
     assert "Traceback" not in output and wrong not in output and TOKEN not in output
     assert list(tmp_path.iterdir()) == [] and hub.files == {}
+
+
+@pytest.mark.parametrize("name", ["base", "folder", "model.safetensors"])
+def test_weights_of_another_objective_are_an_error_unless_that_is_intended(runs, server, tmp_path, name):
+    start = [f"init_from.checkpoint={runs[name]}", f"output_folder={tmp_path / 'run'}", *STILL]
+    epsilon, zero = "objective.prediction_type=epsilon", "objective.zero_terminal_snr=true"
+    config = load_config(TOY, [*start, epsilon])
+    message = (
+        "prediction_type is epsilon, but v_prediction for these weights. Set objective.prediction_type=v_prediction"
+    )
+    (finding,) = check_initial_weights(config)
+    assert message in finding.what
+    with pytest.raises(ConfigurationError, match=message):
+        train_command([TOY, *start, epsilon, "--dry-run"], say=print)
+    with pytest.raises(ConfigurationError, match="zero_terminal_snr is true, but false"):
+        train_command([TOY, *start, zero, "--dry-run"], say=print)
+    job = server.run(1, [(TOY, [*start, epsilon])])
+    assert job.codes == [2]
+    assert message in job.output
+    assert "Traceback" not in job.output
+    server.train(1, [(TOY, [*start, epsilon, "init_from.new_objective=true"])])

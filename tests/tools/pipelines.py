@@ -4,7 +4,7 @@ from pathlib import Path
 
 from diffusion.models import FrozenParts, LatentDiffusion
 from diffusion.models.pretrained import write_pipeline
-from diffusion.models.sampling import inference_scheduler
+from diffusion.models.sampling import exported_scheduler
 
 
 def write_model(model: LatentDiffusion, folder: Path, *, resolution: int | None = None) -> Path:
@@ -16,6 +16,6 @@ def write_model(model: LatentDiffusion, folder: Path, *, resolution: int | None 
         tokenizer=model.tokenizer,
         latent_scaling=model.latent_scaling,
     )
-    scheduler = inference_scheduler(model.noise_scheduler)
+    scheduler = exported_scheduler(model.noise_scheduler)
     write_pipeline(folder, network=model.network, frozen=frozen, scheduler=scheduler, resolution=resolution)
     return folder

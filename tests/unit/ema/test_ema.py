@@ -7,7 +7,7 @@ from composer.models import ComposerModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from diffusion.ema.averaging import Exponential, PowerFunction, check_names
+from diffusion.ema.averaging import Exponential, PowerFunction, WeightAverage, check_names, trainable_parameters
 from diffusion.ema.callbacks import LateStartEMA
 
 
@@ -139,6 +139,20 @@ def test_the_block_swaps_back_after_an_exception_and_does_not_nest(ema):
         raise KeyError
     assert torch.equal(weights(run.state.model), before)
     assert torch.equal(average_of(ema), average)
+
+
+def test_an_average_follows_parameters_whose_memory_is_replaced():
+    """FSDP2 may do so in its first forward pass, and `nn.Module.to` does."""
+    model = nn.Linear(3, 1)
+    average = WeightAverage(trainable_parameters(model), Exponential(0.5))
+    before = weights(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data + 1.0
+    average.update()
+    found = torch.cat([tensor.flatten().clone() for tensor in average.averages.values()])
+    torch.testing.assert_close(found, before + 0.5)
+    average.swap()
+    assert torch.equal(weights(model), found)
 
 
 def test_updates_at_an_interval():

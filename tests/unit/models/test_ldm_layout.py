@@ -31,7 +31,7 @@ from diffusion.models.pretrained import (
     released_state_dict,
     write_pipeline,
 )
-from diffusion.models.sampling import build_noise_scheduler, inference_scheduler
+from diffusion.models.sampling import build_noise_scheduler, exported_scheduler
 from diffusion.models.tokenizers import build_tokenizer
 
 UNET = "model.diffusion_model."
@@ -112,7 +112,7 @@ def build(architecture: Architecture, activation: str) -> tuple[torch.nn.Module,
 )
 def test_diffusers_reads_the_same_model_from_file_and_folder(architecture, activation, tmp_path):
     network, frozen = build(architecture, activation)
-    scheduler = inference_scheduler(tiny().noise_scheduler)
+    scheduler = exported_scheduler(tiny().noise_scheduler)
     write_pipeline(tmp_path / "folder", network=network, frozen=frozen, scheduler=scheduler)
     file = tmp_path / "model.safetensors"
     save_file(single_file(network, frozen.vae, frozen.text_encoder), file)
@@ -164,7 +164,7 @@ def file(tmp_path_factory) -> Path:
     """A file with what it was trained as in its header."""
     model = tiny(seed=5, prediction_type="epsilon")
     path = tmp_path_factory.mktemp("ldm") / "model.safetensors"
-    scheduler = inference_scheduler(build_noise_scheduler(model.objective)).to_json_string()
+    scheduler = exported_scheduler(build_noise_scheduler(model.objective)).to_json_string()
     save_file(single_file(model.unet, model.vae, model.text_encoder), path, {SCHEDULER_KEY: scheduler})
     return path
 

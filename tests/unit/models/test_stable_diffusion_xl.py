@@ -8,7 +8,7 @@ from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.transforms import Placement
 from diffusion.errors import ConfigurationError
 from diffusion.models import LatentDiffusion, build_model, load_frozen_parts, tiny_xl
-from diffusion.models.sampling import inference_scheduler
+from diffusion.models.sampling import exported_scheduler
 from diffusion.models.tokenizers import END_OF_WORD, build_tokenizer, tokenize
 
 PROMPTS = ["a red circle on a black background", "", "a green square " * 12]
@@ -32,7 +32,7 @@ def pipeline(model) -> StableDiffusionXLPipeline:
         tokenizer=first,
         tokenizer_2=build_tokenizer(Architecture.tiny_xl),
         unet=model.unet,
-        scheduler=inference_scheduler(model.noise_scheduler),
+        scheduler=exported_scheduler(model.noise_scheduler),
         add_watermarker=False,
     )
     pipeline.set_progress_bar_config(disable=True)

@@ -22,5 +22,5 @@ def test_the_short_set_varies_what_belongs_to_the_machine():
     chosen = short_set()
     assert chosen[0] == RunSpec()
     for name in ("world_size", "microbatch", "workers", "parallelism"):
-        assert len({getattr(spec, name) for spec in chosen}) == 2, name
+        assert len({getattr(spec, name) for spec in chosen}) > 1, name
     assert {spec.interruption for spec in chosen} == set(VALUES["interruption"])
