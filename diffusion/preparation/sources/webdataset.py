@@ -94,7 +94,8 @@ class WebDatasetSource(Source):
         with self.open(partition.file) as file:
             stream = _Stream(file)
             for location in locations:
-                assert location.offset is not None and location.length is not None
+                if location.offset is None or location.length is None:
+                    raise UnfitFileError(Reason.MISSING_IMAGE, "a rejection without an image")
                 yield stream.read_at(location.offset, location.length)
 
     def _samples(self, stream: "_Stream") -> Iterator[_Sample]:

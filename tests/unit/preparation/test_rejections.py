@@ -1,0 +1,136 @@
+"""Each reason of rejection in each kind of source: the image is counted, and the report is written."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from streaming import MDSWriter
+
+from diffusion.preparation.config import DuplicatesConfig, FiltersConfig
+from tests.tools.image_files import noise, write_tar
+from tests.tools.preparing import prepare
+
+
+class Sample(NamedTuple):
+    """An image with its caption and metadata; None for what it lacks."""
+
+    image: bytes | None
+    caption: bytes | None = b"a caption"
+    metadata: bytes | None = None
+
+
+BAD = {
+    "missing_caption": Sample(noise(40, 40, 1), None),
+    "empty_caption": Sample(noise(40, 40, 2), b" "),
+    "invalid_utf8": Sample(noise(40, 40, 3), b"caf\xe9"),
+    "missing_image": Sample(None),
+    "undecodable": Sample(b"no image"),
+    "too_large": Sample(noise(40, 40, 4), b"x" * 2000),
+    "too_small": Sample(noise(8, 8, 5)),
+    "not_successful": Sample(noise(40, 40, 6), metadata=b'{"status": "failed_to_download"}'),
+    "invalid_json": Sample(noise(40, 40, 7), metadata=b"{"),
+    "duplicate": Sample(noise(40, 40, 0)),
+    "aspect_ratio": Sample(noise(320, 40, 8)),
+}
+"""Images that are rejected, by the reason."""
+
+SAMPLES = {"good": Sample(noise(40, 40, 0)), **BAD}
+
+
+def write_files(folder: Path) -> set[str]:
+    folder.mkdir()
+    for name, (image, caption, metadata) in SAMPLES.items():
+        for suffix, content in ((".png", image), (".txt", caption), (".json", metadata)):
+            if content is not None:
+                (folder / f"{name}{suffix}").write_bytes(content)
+    (folder / "missing_image.tga").write_bytes(b"an extension that is not read")
+    (folder / "unreadable.png").symlink_to(Path(__file__))
+    return {*BAD, "unreadable"}
+
+
+def write_table_beside(folder: Path) -> set[str]:
+    folder.mkdir()
+    lines = []
+    for name, (image, caption, _) in SAMPLES.items():
+        if image is not None:
+            (folder / f"{name}.png").write_bytes(image)
+        text = None if caption is None else caption.decode(errors="surrogateescape")
+        lines.append(json.dumps({"file_name": f"{name}.png", "text": text}, ensure_ascii=False))
+    (folder / "metadata.jsonl").write_text("\n".join(lines), errors="surrogateescape")
+    return BAD.keys() - {"not_successful", "invalid_json"}
+
+
+def write_tars(folder: Path) -> set[str]:
+    folder.mkdir()
+    members = []
+    for name, (image, caption, metadata) in SAMPLES.items():
+        for suffix, content in ((".png", image), (".txt", caption), (".json", metadata)):
+            if content is not None:
+                members.append((f"{name}{suffix}", content))
+    twice = [("good.jpg", SAMPLES["good"].image), ("two.png", noise(40, 40, 9)), ("two.jpg", b"another")]
+    write_tar(folder / "a.tar", [*members, *twice])
+    (folder / "b.tar").write_bytes((folder / "a.tar").read_bytes()[:3000])
+    return {*BAD, "damaged_file", "duplicate_key"}
+
+
+def columns() -> tuple[dict, set[str]]:
+    """Return the columns of a table, and the reasons that occur in it."""
+    samples = {name: one for name, one in SAMPLES.items() if name != "invalid_json"}
+    images = [{"bytes": one.image, "path": None} for one in samples.values()]
+    captions = [one.caption for one in samples.values()]
+    status = [json.loads(one.metadata or b"{}").get("status") for one in samples.values()]
+    images.append({"bytes": None, "path": "../unreadable.png"})
+    return {
+        "image": images,
+        "text": pa.array([*captions, b"a caption"]).cast(pa.string(), safe=False),
+        "status": pa.array([*status, None], pa.string()),
+    }, (BAD.keys() - {"invalid_json"}) | {"unreadable", "damaged_file"}
+
+
+def write_parquets(folder: Path) -> set[str]:
+    folder.mkdir()
+    table, reasons = columns()
+    pq.write_table(pa.table(table), folder / "a.parquet")
+    (folder / "b.parquet").write_bytes(b"PAR1 damaged")
+    return reasons
+
+
+def write_arrows(folder: Path) -> set[str]:
+    folder.mkdir()
+    table, reasons = columns()
+    with pa.ipc.new_file(folder / "a.arrow", pa.table(table).schema) as writer:
+        writer.write_table(pa.table(table))
+    (folder / "b.arrow").write_bytes(b"damaged")
+    return reasons
+
+
+def write_mds(folder: Path) -> set[str]:
+    kept = {name: one for name, one in SAMPLES.items() if one.image and one.caption and one.metadata is None}
+    with MDSWriter(out=str(folder), columns={"image": "bytes", "caption": "bytes"}, size_limit=30_000) as writer:
+        for image, caption, _ in [*kept.values(), Sample(noise(100, 100))]:
+            writer.write({"image": image, "caption": caption})
+    index = json.loads((folder / "index.json").read_text())
+    for shard in index["shards"]:
+        shard["column_encodings"] = ["str", "bytes"]
+    (folder / "index.json").write_text(json.dumps(index))
+    os.truncate(folder / index["shards"][-1]["raw_data"]["basename"], 1)
+    return (kept.keys() - {"good"}) | {"damaged_file"}
+
+
+@pytest.mark.parametrize(
+    "write", [write_files, write_table_beside, write_tars, write_parquets, write_arrows, write_mds]
+)
+def test_every_reason_is_counted_and_reported(tmp_path: Path, write: Callable[[Path], set[str]]):
+    expected = write(tmp_path / "source")
+    filters, duplicates = FiltersConfig(max_aspect_ratio=4), DuplicatesConfig(near=False)
+    out = tmp_path / "out"
+    manifest = prepare([tmp_path / "source"], out, edges=[16], filters=filters, duplicates=duplicates, report=True)
+    report = json.loads((out / "report.json").read_text())
+    assert set(report["reasons"]) == expected == set(report["shown_rejected"])
+    assert manifest.seen == report["kept"]["images"] + report["rejected"]["images"]
+    assert (out / "report.html").stat().st_size > 0
