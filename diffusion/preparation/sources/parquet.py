@@ -26,9 +26,9 @@ class ParquetSource(TableSource):
     """One parquet file or several, streamed a few rows at a time, and cut between row groups.
 
     Texts in the image column, and `path` of an image struct without `bytes`, are paths, relative to the folder of
-    the parquet file or absolute; they stay below the folder of the source, and URLs are rejected. The path comes into
-    the metadata as `image_path`. Columns of text, lists of texts, numbers, truth values and times are metadata. Rows
-    whose `status` is other than `success` are rejected. Each row of a damaged row group is a rejection, and a file
+    the parquet file or absolute; URLs and paths that lead out of that folder are rejected. The path comes into the
+    metadata as `image_path`. Columns of text, lists of texts, numbers, truth values and times are metadata. Rows whose
+    `status` is other than `success` are rejected. Each row of a damaged row group is a rejection, and a file
     without a sound footer is one. The rest of a key is the file's path, `#` and the number of the row.
     """
 

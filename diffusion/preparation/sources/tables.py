@@ -146,8 +146,7 @@ class TableSource(Source):
         """Return an image, which is read if it is a path in a table; an UnfitFileError if it cannot be read."""
         if isinstance(image, bytes):
             return image
-        folder = self.uri(file).rpartition("/")[0]
-        return read_below(folder if self.is_file else self.root, folder, image, self.image_limit())
+        return read_below(self.uri(file).rpartition("/")[0], image, self.image_limit())
 
 
 def _image_of(scalar: Any, limit: int) -> tuple[bytes | str, str]:

@@ -1,5 +1,6 @@
-"""Each reason of rejection in each kind of source: the image is counted, and the report is written."""
+"""Rejections in each kind of source: they are counted, and the report is written."""
 
+import csv
 import json
 import os
 from collections.abc import Callable
@@ -12,8 +13,9 @@ import pytest
 from streaming import MDSWriter
 
 from diffusion.preparation.config import DuplicatesConfig, FiltersConfig
+from diffusion.preparation.sources.caption_tables import TABLES
 from tests.tools.image_files import noise, write_tar
-from tests.tools.preparing import prepare
+from tests.tools.preparing import prepare, read_samples
 
 
 class Sample(NamedTuple):
@@ -134,3 +136,51 @@ def test_every_reason_is_counted_and_reported(tmp_path: Path, write: Callable[[P
     assert set(report["reasons"]) == expected == set(report["shown_rejected"])
     assert manifest.seen == report["kept"]["images"] + report["rejected"]["images"]
     assert (out / "report.html").stat().st_size > 0
+
+
+# Tables that name images of others
+
+
+def write_table(path: Path, files: list[str]) -> None:
+    """Write a table that gives each file a caption and a licence."""
+    rows = [{"file_name": file, "text": "stolen", "license": "CC0"} for file in files]
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix == ".jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    elif path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        table = pa.Table.from_pylist(rows)
+        with pa.ipc.new_file(path, table.schema) as arrow:
+            arrow.write_table(table)
+
+
+@pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv", "captions.csv", "table.parquet", "table.arrow"])
+def test_a_table_names_images_of_its_own_folder_only(tmp_path: Path, name: str):
+    root = tmp_path / "uploads"
+    for number, (folder, file) in enumerate([("alice", "1.png"), ("mallory", "2.png"), ("mallory/sub", "3.png")]):
+        (root / folder).mkdir(parents=True)
+        (root / folder / file).write_bytes(noise(40, 40, number))
+    (root / "alice" / "1.txt").write_text("a dog in the park")
+    (root / "mallory" / "peer").symlink_to(root / "alice")
+    (tmp_path / "secret.png").write_bytes(noise(40, 40, 9))
+    others = ["../alice/1.png", "sub/../../alice/1.png", "../../secret.png", str(root / "alice" / "1.png")]
+    others += [str(root / "mallory" / ".." / "alice" / "1.png"), "peer/1.png"]
+    write_table(root / "mallory" / name, ["2.png", "sub/../sub/3.png", *others])
+    sources = [root if name in TABLES else root / "*" / name]
+    manifest = prepare(sources, tmp_path / "out", edges=[16], report=True)
+    samples = [one for listed in read_samples(tmp_path / "out").values() for one in listed]
+    found = {one["image"]: (one["captions"], one["metadata"].get("license")) for one in samples}
+    stolen = ["stolen"], "CC0"
+    expected = {noise(40, 40, 1): stolen, noise(40, 40, 2): stolen}
+    if name in TABLES:
+        expected[noise(40, 40, 0)] = ["a dog in the park"], None
+    assert found == expected
+    assert manifest.seen - manifest.kept == len(others)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("data:image/") - page.count("data:image/svg") == len(expected), "thumbnails"
