@@ -1,8 +1,10 @@
 """Rejections in each kind of source: they are counted, and the report is written."""
 
 import csv
+import gzip
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -184,3 +186,40 @@ def test_a_table_names_images_of_its_own_folder_only(tmp_path: Path, name: str):
     assert manifest.seen - manifest.kept == len(others)
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("data:image/") - page.count("data:image/svg") == len(expected), "thumbnails"
+
+
+# Images in tars whose names have dots
+
+
+@pytest.mark.parametrize("suffix", [".tar", ".tar.gz"])
+@pytest.mark.parametrize(
+    ("names", "captions", "reasons"),
+    [
+        (
+            ["cat.jpg", "cat.txt", "cat.v2.jpg", "cat.v2.txt", "cat.v3.jpg", "cat.v3.txt", "dog.jpg", "dog.txt"],
+            {"cat.jpg": "cat.txt", "cat.v2.jpg": "cat.v2.txt", "cat.v3.jpg": "cat.v3.txt", "dog.jpg": "dog.txt"},
+            {},
+        ),
+        (["IMG.2023.01.JPG", "IMG.2023.01.TXT"], {"IMG.2023.01.JPG": "IMG.2023.01.TXT"}, {}),
+        (["IMG.2023.jpg", "IMG.txt"], {"IMG.2023.jpg": "IMG.txt"}, {}),
+        (["0.depth.png", "0.jpg", "0.seg.png", "0.txt"], {"0.jpg": "0.txt"}, {"duplicate_key": 2}),
+        (["0.txt", "0.left.png", "0.right.png"], {"0.left.png": "0.txt"}, {"duplicate_key": 1}),
+        (["0.txt", "0.jpg", "0.caption.txt"], {"0.jpg": "0.txt"}, {}),
+        ([f"frame.{number:03}.jpg" for number in range(40)], {}, {"missing_caption": 40}),
+        (["a.jpg", "a.txt", "b.jpg", "b.txt", "a.v2.png", "a.png"], {"a.jpg": "a.txt", "b.jpg": "b.txt"},
+         {"duplicate_key": 2}),
+    ],
+)  # fmt: skip
+def test_every_image_of_a_tar_is_kept_or_counted(tmp_path, suffix, names, captions, reasons):
+    content = [(name, name.encode() if name.lower().endswith("txt") else noise(20, 20, name)) for name in names]
+    content += [("zebra.jpg", noise(20, 20, 1)), ("zebra.txt", b"a zebra")]
+    path = write_tar(tmp_path / "a.tar", content)
+    if suffix == ".tar.gz":
+        path.with_name("a.tar.gz").write_bytes(gzip.compress(path.read_bytes()))
+    manifest = prepare([tmp_path / f"a{suffix}"], tmp_path / "out", edges=[16])
+    samples = [one for listed in read_samples(tmp_path / "out").values() for one in listed]
+    found = {one["image"]: one["captions"] for one in samples}
+    assert found == {noise(20, 20, 1): ["a zebra"], **{noise(20, 20, name): [captions[name]] for name in captions}}
+    rows = [row for path in (tmp_path / "out" / "metadata").iterdir() for row in pq.read_table(path).to_pylist()]
+    assert Counter(row["reason"] for row in rows if row["reason"]) == reasons
+    assert len({row["key"] for row in rows}) == manifest.seen

@@ -383,7 +383,7 @@ class TestWebDataset:
         items = read(tar)
         assert reasons(items) == [
             *(["one"], ["from json"], "not_successful", "empty_caption", "invalid_utf8", "missing_caption"),
-            *("missing_image", "invalid_json", "invalid_utf8", ["dotted"], "duplicate_key"),
+            *("missing_image", "invalid_json", "invalid_utf8", ["dotted"], "duplicate_key", "duplicate_key"),
         ]
         assert [item.key for item in items][:2] == ["x.tar/000", "x.tar/001"]
         assert bare(items)[9] == ("x.tar/a/b", IMAGE, ["dotted"], {})
