@@ -4,7 +4,7 @@ import json
 import logging
 import posixpath
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
@@ -15,6 +15,7 @@ from diffusion.datasets.images import EXTENSIONS
 from diffusion.errors import DataError, MachineError, first_line
 from diffusion.preparation.records import (
     Location,
+    NoColumnsError,
     Partition,
     Partitions,
     Reason,
@@ -25,7 +26,7 @@ from diffusion.preparation.records import (
     make_record,
     record_of_files,
 )
-from diffusion.preparation.sources.base import MANY, Source, size_of_partitions
+from diffusion.preparation.sources.base import LOOKED_AT, MANY, NUM_CHECKED, Source, size_of_partitions
 from diffusion.preparation.sources.caption_tables import TABLES, read_lines
 from diffusion.preparation.sources.reading import (
     LEADS_OUT,
@@ -108,6 +109,25 @@ class FolderSource(Source):
     kind: ClassVar[str] = "folder"
     suffixes: ClassVar[tuple[str, ...]] = tuple(sorted(EXTENSIONS))
 
+    def check(self) -> None:
+        """Check that a named column is that of a table or a key of a .json; a DataError if it is neither."""
+        if not (self.image_column or self.caption_column):
+            return
+        names = sorted(entry.name for entry in islice(list_folder(self.root), LOOKED_AT))
+        if any(posixpath.basename(name) in TABLES for name in names):
+            return  # The listing reads all of them.
+        if self.image_column:
+            raise NoColumnsError(f"{self.path} has no table that could have a column {self.image_column}; leave "
+                                 "image_column out, or give it to the sources that have it")  # fmt: skip
+        beside = [name for name in names if name.lower().endswith(".json")][:NUM_CHECKED]
+        self.check_json(self._read_all(beside))
+
+    def _read_all(self, names: Iterable[str]) -> Iterator[bytes]:
+        """Yield the .json that can be read."""
+        for name in names:
+            with suppress(UnfitFileError):
+                yield read_file(self.uri(file_of(name)), self.row_limit())
+
     def partitions(self, known: Sequence[str] = (), only: Mapping[str, str] | None = None) -> Partitions:
         """List the folder and cut the images, sorted by path, into partitions.
 
@@ -163,7 +183,8 @@ class FolderSource(Source):
                 raise DataError(f"{self.path} holds {both}; keep the one whose captions are meant")
         numbers = count()
         for table in tables:
-            for line in read_lines(self.uri(file_of(table)), self.root, self.row_limit()):
+            columns = self.image_column, self.caption_column
+            for line in read_lines(self.uri(file_of(table)), self.root, self.row_limit(), *columns):
                 # A path that leads out stays as it is written, so that it is no other file's.
                 problem = LEADS_OUT if leads_out(line.file) else None
                 file = posixpath.join(posixpath.dirname(table), line.file)
@@ -209,7 +230,7 @@ class FolderSource(Source):
         if caption is None and values is None:
             detail = "no .txt or .json of that name, no line in a table"
             return Rejected(key, Reason.MISSING_CAPTION, location, detail, Record(key, image, [], {}, location))
-        return record_of_files(key, image, caption, values, location)
+        return record_of_files(key, image, caption, values, location, caption_column=self.caption_column)
 
     def _images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
         yield from self.map(self._image, locations)

@@ -14,7 +14,7 @@ from diffusion.preparation.sources.reading import UnfitFileError, printable, rea
 from diffusion.storage import shown
 
 IMAGE_COLUMNS = ("image", "jpg", "png", "webp", "image_bytes", "image_path", "file_name", "path")
-CAPTION_COLUMNS = ("caption", "captions", "text")
+CAPTION_COLUMNS = ("caption", "captions", "text", "prompt")
 
 BATCH_ROWS = 32
 """Rows that are decoded at once."""

@@ -6,13 +6,24 @@ import lzma
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any, BinaryIO, ClassVar
 
 from diffusion.datasets.images import EXTENSIONS
-from diffusion.preparation.records import Location, Partition, Reason, Record, Rejected, key_of, record_of_files
-from diffusion.preparation.sources.base import Source
+from diffusion.preparation.records import (
+    Location,
+    NoColumnsError,
+    Partition,
+    Reason,
+    Record,
+    Rejected,
+    key_of,
+    record_of_files,
+)
+from diffusion.preparation.sources.base import NUM_CHECKED, Source
 from diffusion.preparation.sources.reading import UnfitFileError
 
 _HEADER_BYTES = 2**20
@@ -75,6 +86,21 @@ class WebDatasetSource(Source):
     kind: ClassVar[str] = "webdataset"
     suffixes: ClassVar[tuple[str, ...]] = (".tar", ".tar.gz", ".tgz")
 
+    def check(self) -> None:
+        """Check that a named column is a key of a .json of the first file; a DataError if it is none."""
+        if self.image_column:
+            raise NoColumnsError(f"{self.path}: images of tars are members, no column {self.image_column}; leave "
+                                 "image_column out, or give it to the sources that have it")  # fmt: skip
+        if self.caption_column:
+            self.check_json(self._json())
+
+    def _json(self) -> Iterator[bytes]:
+        """Yield the .json of the first samples of the first file, as far as it can be read."""
+        with suppress(UnfitFileError), self.open(next(iter(self.files()))) as file:
+            for found in islice(self._samples(_Stream(file)), NUM_CHECKED):
+                if "json" in found.contents:
+                    yield found.contents["json"]
+
     def _scan(self, partition: Partition) -> Iterator[Record | Rejected]:
         """Yield the samples in the order of the members."""
         prefix, seen = self.prefix(partition.file), set[str]()
@@ -92,7 +118,7 @@ class WebDatasetSource(Source):
                 else:
                     detail = ascii(f"besides: .{', .'.join(found.others)}")[1:-1] if found.others else ""
                     image, text, values = map(found.contents.get, ("image", "txt", "json"))
-                    yield record_of_files(key, image, text, values, location, detail)
+                    yield record_of_files(key, image, text, values, location, detail, self.caption_column)
                 seen.add(found.stem)
                 for extension in found.more_images:
                     detail = "another image of its sample"
