@@ -183,8 +183,8 @@ def record_of_files(
 
     The caption is the .txt; without one, `caption`, `text` or `prompt` of the .json. All entries of a list `captions`
     in the .json come with it. With a `caption_column`, the caption is that key of the .json; without one, the .txt. The
-    other entries of the .json are metadata. A `status` other than `success` is a rejection, and so is a missing image,
-    with `detail`.
+    other entries of the .json are metadata. An image that img2dataset could not download is a rejection, and so is a
+    missing one, with `detail`.
     """
     metadata: dict[str, Any] = {}
     if values is not None:
@@ -192,8 +192,8 @@ def record_of_files(
             metadata = parse_object(decode_text(values))
         except ValueError as error:
             return Rejected(key, Reason.INVALID_JSON, location, str(error)[:80])
-    if (status := metadata.get("status")) not in ("success", None):
-        return not_successful(key, status, metadata, location)
+    if is_failed(metadata):
+        return not_successful(key, metadata, location)
     if image is None:
         return Rejected(key, Reason.MISSING_IMAGE, location, detail)
     used = (caption_column,) if caption_column else ("captions", "caption", "text")
@@ -201,17 +201,23 @@ def record_of_files(
     return make_record(key, image, _captions(text, metadata, caption_column), rest, location)
 
 
-def not_successful(key: str, status: Any, metadata: Mapping[str, Any], location: Location) -> Rejected:
+def is_failed(metadata: Mapping[str, Any]) -> bool:
+    """Whether img2dataset could not download an image; other columns named `status` say nothing of that."""
+    return str(metadata.get("status")).startswith("failed_to_")
+
+
+def not_successful(key: str, metadata: Mapping[str, Any], location: Location) -> Rejected:
     """Make the rejection of an image that img2dataset could not download."""
-    return Rejected(key, Reason.NOT_SUCCESSFUL, location, ascii(f"{status}: {metadata.get('error_message')}"[:80]))
+    return Rejected(
+        key, Reason.NOT_SUCCESSFUL, location, ascii(f"{metadata['status']}: {metadata.get('error_message')}"[:80])
+    )
 
 
 def _captions(text: bytes | None, metadata: dict[str, Any], column: str | None) -> list[Any]:
     if column is not None:
         named = metadata.get(column)
-        named = named if isinstance(named, list) else [named]
-        is_given = any(isinstance(caption, str) and caption.strip() for caption in named)
-        return named if is_given or text is None else [decode_text(text)]
+        named = named if has_text(named) or text is None else decode_text(text)
+        return named if isinstance(named, list) else [named]
     listed = metadata.get("captions")
     listed = listed if isinstance(listed, list) else [listed]
     if text is not None:
@@ -219,8 +225,15 @@ def _captions(text: bytes | None, metadata: dict[str, Any], column: str | None) 
         return [first, *(caption for caption in listed if caption != first.strip())]
     if any(isinstance(caption, str) for caption in listed):
         return listed
-    single = next((metadata[name] for name in ("caption", "text", "prompt") if metadata.get(name) is not None), None)
+    found = [metadata[name] for name in ("caption", "text", "prompt") if metadata.get(name) is not None]
+    single = next(filter(has_text, found), found[0] if found else None)
     return single if isinstance(single, list) else [single]
+
+
+def has_text(captions: Any) -> bool:
+    """Whether a text, or one of a list, is more than white space."""
+    listed = captions if isinstance(captions, list) else [captions]
+    return any(isinstance(text, str) and bool(text.strip()) for text in listed)
 
 
 def decode_text(data: bytes) -> str:

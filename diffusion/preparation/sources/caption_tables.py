@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from diffusion.errors import DataError
-from diffusion.preparation.records import parse_object
+from diffusion.preparation.records import has_text, parse_object
 from diffusion.preparation.sources.reading import UnfitFileError, open_file, printable
 from diffusion.storage import shown
 
@@ -100,7 +100,9 @@ def _csv(text: _Text) -> Iterator[Line]:
     csv.field_size_limit(max(csv.field_size_limit(), text.limit))
     rows, start = csv.DictReader(text, strict=True), 1
     try:
-        columns = list(rows.fieldnames or ())
+        if rows.fieldnames is None:
+            return  # Nothing is in the file.
+        columns = list(rows.fieldnames)
         for wanted in (text.file_columns, text.caption_columns):
             if not set(wanted) & set(columns):
                 raise text.error(f"no column {' or '.join(wanted)} in its first line; there is {_listed(columns)}", 1)
@@ -122,7 +124,8 @@ def _split(line: dict[str, Any], text: _Text, columns: str) -> Line:
     if file_column is None:
         raise text.error(f"no file name; one of the {columns} must be {' or '.join(text.file_columns)}; there is "
                          f"{_listed(line)}")  # fmt: skip
-    caption_column = next((name for name in text.caption_columns if name in line), "")
+    there = [name for name in text.caption_columns if name in line]
+    caption_column = next((name for name in there if has_text(line[name])), there[0] if there else "")
     captions = line.get(caption_column)
     metadata = {name: line[name] for name in line if name not in (file_column, caption_column)}
     return Line(line[file_column], captions if isinstance(captions, list) else [captions], metadata)

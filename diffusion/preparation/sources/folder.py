@@ -22,6 +22,7 @@ from diffusion.preparation.records import (
     Record,
     Rejected,
     decode_text,
+    has_text,
     key_of,
     make_record,
     record_of_files,
@@ -189,8 +190,7 @@ class FolderSource(Source):
                 problem = LEADS_OUT if leads_out(line.file) else None
                 file = posixpath.join(posixpath.dirname(table), line.file)
                 file = file if problem else posixpath.normpath(file)
-                has_caption = any(isinstance(caption, str) and caption.strip() for caption in line.captions)
-                values = json.dumps(line.captions), json.dumps(line.metadata), has_caption, problem
+                values = json.dumps(line.captions), json.dumps(line.metadata), has_text(line.captions), problem
                 yield file_of(file), next(numbers), *values
 
     def _report_overruled(self, database: Any) -> None:

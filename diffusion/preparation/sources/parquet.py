@@ -28,7 +28,7 @@ class ParquetSource(TableSource):
     Texts in the image column, and `path` of an image struct without `bytes`, are paths, relative to the folder of
     the parquet file or absolute; URLs and paths that lead out of that folder are rejected. The path comes into the
     metadata as `image_path`. Columns of text, lists of texts, numbers, truth values and times are metadata. Rows whose
-    `status` is other than `success` are rejected. Each row of a damaged row group is a rejection, and a file
+    `status` is a failure of img2dataset are rejected. Each row of a damaged row group is a rejection, and a file
     without a sound footer is one. The rest of a key is the file's path, `#` and the number of the row.
     """
 
@@ -90,7 +90,9 @@ class ParquetSource(TableSource):
     def batches(self, partition: Partition, groups: Collection[int | None] | None = None) -> Iterator[Batch]:
         """Yield the rows of a partition, or the images of some row groups; of others nothing is read."""
         with self._opened(partition.file) as (opened, columns):
-            names = [columns.image] if groups is not None else [columns.image, columns.caption, *columns.metadata]
+            names = [columns.image]
+            if groups is None:
+                names = list(dict.fromkeys([columns.image, *columns.captions, *columns.metadata]))
             start = 0
             for group, num_rows in enumerate(_num_rows(opened)):
                 is_of_partition = partition.start <= start and (partition.stop is None or start < partition.stop)
