@@ -203,6 +203,8 @@ class MDSSource(Source):
 
         try:
             content = decompress(shard["compression"], packed)
+        except MemoryError:
+            raise
         except Exception as error:  # Each library has its own.
             raise UnfitFileError(Reason.DAMAGED_FILE, f"not {shard['compression']}: {error}") from error
         yield io.BytesIO(content)

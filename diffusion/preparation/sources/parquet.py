@@ -66,7 +66,8 @@ class ParquetSource(TableSource):
         try:
             with self._opened(file) as (opened, _):
                 return _num_rows(opened)
-        except (UnfitFileError, pa.ArrowException):
+        except (UnfitFileError, pa.ArrowException) as error:
+            raise_if_not_damage(error)
             return None
 
     @contextmanager

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from diffusion.errors import DataError, MachineError
+from diffusion.errors import DataError, MachineError, first_line
 from diffusion.preparation.measures import file_format
 from diffusion.preparation.records import (
     Location,
@@ -270,6 +270,13 @@ def _is_metadata(kind: pa.DataType) -> bool:
 
 
 def raise_if_not_damage(error: Exception) -> None:
-    """Raise an error of Arrow again if the disk, the network or the store made it."""
+    """Raise an error of Arrow again if the disk, the network, the store or a lack of memory made it.
+
+    Raises:
+        MachineError: memory ran out; or the error itself.
+    """
+    if isinstance(error, MemoryError):
+        raise MachineError(f"memory ran out while a table was read ({first_line(error)}); run the command again, with "
+                           "fewer workers or more memory for each") from error  # fmt: skip
     if isinstance(error, MachineError | DataError) or getattr(error, "errno", None) is not None:
         raise error

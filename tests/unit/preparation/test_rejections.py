@@ -8,12 +8,14 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from streaming import MDSWriter
 
+from diffusion.errors import MachineError
 from diffusion.preparation.config import DuplicatesConfig, FiltersConfig
 from diffusion.preparation.sources.caption_tables import TABLES
 from tests.tools.image_files import noise, write_tar
@@ -223,3 +225,49 @@ def test_every_image_of_a_tar_is_kept_or_counted(tmp_path, suffix, names, captio
     rows = [row for path in (tmp_path / "out" / "metadata").iterdir() for row in pq.read_table(path).to_pylist()]
     assert Counter(row["reason"] for row in rows if row["reason"]) == reasons
     assert len({row["key"] for row in rows}) == manifest.seen
+
+
+# Lack of memory
+
+
+def fail(*args, **keys):
+    raise pa.ArrowMemoryError("malloc of size 209715264 failed")
+
+
+def open_without_memory(method: str):
+    """Return a function that opens an Arrow file, a method of which lacks memory."""
+
+    def open_file(source):
+        reader = pa.ipc.RecordBatchFileReader(source)
+        batch = Mock(validate=fail, num_rows=reader.get_batch(0).num_rows, schema=reader.schema)
+        get_batch = fail if method == "get_batch" else lambda number: batch
+        return Mock(schema=reader.schema, num_record_batches=reader.num_record_batches, get_batch=get_batch)
+
+    return open_file
+
+
+@pytest.mark.parametrize(
+    ("suffix", "owner", "name", "replacement"),
+    [
+        ("parquet", pq.ParquetFile, "__init__", fail),
+        ("parquet", pq.ParquetFile, "iter_batches", fail),
+        ("arrow", pa.ipc, "open_file", fail),
+        ("arrow", pa.ipc, "open_file", open_without_memory("get_batch")),
+        ("arrow", pa.ipc, "open_file", open_without_memory("validate")),
+    ],
+)
+def test_a_lack_of_memory_is_no_rejection(tmp_path, monkeypatch, suffix, owner, name, replacement):
+    path = tmp_path / "source" / f"table.{suffix}"
+    path.parent.mkdir()
+    table = pa.table({"image": [noise(20, 20, i) for i in range(3)], "text": ["a", "b", "c"]})
+    if suffix == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, replacement)
+        with pytest.raises(MachineError, match="memory"):
+            prepare([path.parent], tmp_path / "out", edges=[16])
+    manifest = prepare([path.parent], tmp_path / "out", edges=[16])
+    assert (manifest.kept, manifest.seen) == (3, 3)
