@@ -79,7 +79,8 @@ def _table_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
         # Prompts of PartiPrompts have unbalanced quotation marks, so a .tsv has no quoting.
         dialect = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.suffix.lower() == ".tsv" else {}
         reader = csv.DictReader(file, **dialect)
-        rows, names = list(reader), list(reader.fieldnames or ())
+        rows = list(reader)
+        names: list[str] = list(reader.fieldnames or ())
     for number, row in enumerate(rows, start=1):
         if any(row.get(None) or ()):  # Empty cells do no harm.
             raise ConfigurationError(f"{path}: row {number} has more cells than columns; quote commas, remove tabs")

@@ -4,6 +4,7 @@ import base64
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -95,7 +96,8 @@ def test_the_named_column_holds_the_captions(tmp_path, write):
 @pytest.mark.parametrize("write", KINDS)
 def test_a_column_that_is_nowhere(tmp_path, write, column, is_of_source):
     write(tmp_path / "source")
-    source, settings = str(tmp_path / "source"), {column: "nosuchcolumn"}
+    source = str(tmp_path / "source")
+    settings: dict[str, Any] = {column: "nosuchcolumn"}
     with pytest.raises(DataError, match=r"source.*nosuchcolumn"):
         if is_of_source:
             prepare([{"path": source, **settings}], tmp_path / "out", edges=[16])

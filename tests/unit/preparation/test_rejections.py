@@ -181,7 +181,7 @@ def test_a_table_names_images_of_its_own_folder_only(tmp_path: Path, name: str):
     samples = [one for listed in read_samples(tmp_path / "out").values() for one in listed]
     found = {one["image"]: (one["captions"], one["metadata"].get("license")) for one in samples}
     stolen = ["stolen"], "CC0"
-    expected = {noise(40, 40, 1): stolen, noise(40, 40, 2): stolen}
+    expected: dict[bytes, tuple[list[str], str | None]] = {noise(40, 40, 1): stolen, noise(40, 40, 2): stolen}
     if name in TABLES:
         expected[noise(40, 40, 0)] = ["a dog in the park"], None
     assert found == expected
