@@ -26,7 +26,7 @@ def parse_arguments() -> argparse.Namespace:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompts", nargs="+", help="prompts")
     source.add_argument(
-        "--prompts-file", type=Path, help="text file with one prompt per line, or a table with a column of prompts"
+        "--prompts-file", type=Path, help="text file with one prompt per line, or a table, .jsonl or .json of prompts"
     )
     parser.add_argument("--negative-prompt", help="prompt to avoid; default: the empty caption")
     parser.add_argument(

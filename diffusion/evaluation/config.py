@@ -43,8 +43,8 @@ class PromptsConfig:
     """Prompts of generated images."""
 
     path: str = MISSING
-    """A .tsv or .csv file with a column of prompts (PartiPrompts, DrawBench), a .txt file with one prompt per line, or
-    the folder of a prepared data set, for the first caption of each image."""
+    """A .tsv or .csv file with a column of prompts (PartiPrompts, DrawBench), a .jsonl or .json of objects (GenEval), a
+    .txt file with one prompt per line, or the folder of a prepared data set, for the first caption of each image."""
 
     column: str | None = None
     """Column of the prompts; null: the first of `Prompt`, `Prompts`, `caption`, `text`."""

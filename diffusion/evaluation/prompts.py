@@ -35,8 +35,9 @@ def read_prompts(
     """Read prompts in the order of their file, without empty ones.
 
     Args:
-        path: a .tsv or .csv with a column of prompts (PartiPrompts, DrawBench), another text file with one prompt a
-            line, or the folder of a prepared data set, whose first captions are read.
+        path: a .tsv or .csv with a column of prompts (PartiPrompts, DrawBench), a .jsonl or a .json with a list, of
+            objects with such a key (GenEval) or of texts, another text file with one prompt a line, or the folder of a
+            prepared data set, whose first captions are read.
         column: column of the prompts; one of `PROMPT_COLUMNS` by default.
         category_column: column of the categories; `CATEGORY_COLUMNS` by default, if there is one.
         num: number of prompts, chosen by the hash of position and text; all by default.
@@ -49,8 +50,13 @@ def read_prompts(
     if path.is_dir():
         return _data_set_prompts(path, num)
     try:
-        if path.suffix in (".tsv", ".csv"):
-            prompts = _table_prompts(path, column, category_column)
+        if path.suffix.lower() in (".tsv", ".csv"):
+            rows, names = _table_rows(path)
+            prompts = _prompts_of_rows(path, rows, names, column, category_column)
+        elif path.suffix.lower() in (".jsonl", ".json"):
+            rows = _json_rows(path)
+            names = list(dict.fromkeys(name for row in rows for name in row))
+            prompts = _prompts_of_rows(path, rows, names, column, category_column)
         else:
             prompts = [Prompt(text=line.strip()) for line in path.read_text(encoding="utf-8-sig").split("\n")]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -67,25 +73,56 @@ def categories(prompts: Iterable[Prompt]) -> list[str]:
     return list(dict.fromkeys(prompt.category for prompt in prompts if prompt.category))
 
 
-def _table_prompts(path: Path, column: str | None, category_column: str | None) -> list[Prompt]:
+def _table_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Read a table; return its rows and columns."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         # Prompts of PartiPrompts have unbalanced quotation marks, so a .tsv has no quoting.
-        dialect = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
+        dialect = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.suffix.lower() == ".tsv" else {}
         reader = csv.DictReader(file, **dialect)
-        rows, names = list(reader), list(reader.fieldnames or ())
+        rows = list(reader)
+        names: list[str] = list(reader.fieldnames or ())
     for number, row in enumerate(rows, start=1):
         if any(row.get(None) or ()):  # Empty cells do no harm.
             raise ConfigurationError(f"{path}: row {number} has more cells than columns; quote commas, remove tabs")
+    return rows, names
+
+
+def _json_rows(path: Path) -> list[dict[str, Any]]:
+    """Read the objects of a .jsonl, or of the list in a .json; a text is an object that has only a prompt."""
+    content = path.read_text(encoding="utf-8-sig")
+    lines = content.split("\n") if path.suffix.lower() == ".jsonl" else [content]
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            value = json.loads(line) if line.strip() else []
+        except (ValueError, RecursionError) as error:
+            raise ConfigurationError(f"{path}, line {number}: no JSON ({error}); correct it") from error
+        values = value if isinstance(value, list) else [value]
+        if not all(isinstance(one, str | dict) for one in values):
+            raise ConfigurationError(f"{path}, line {number}: give objects with a key prompt, or texts")
+        rows += [{PROMPT_COLUMNS[0]: one} if isinstance(one, str) else one for one in values]
+    return rows
+
+
+def _prompts_of_rows(
+    path: Path, rows: Sequence[Mapping[str, Any]], names: Sequence[str], column: str | None, category_column: str | None
+) -> list[Prompt]:
+    """Return the prompts of rows with named columns, and their categories."""
+    if not rows:
+        return []
     text = _find_column(column, PROMPT_COLUMNS, names)
     if text is None:
         raise ConfigurationError(f"{path} has no column {column or 'Prompt'}: its columns are {', '.join(names)}")
     category = _find_column(category_column, CATEGORY_COLUMNS, names)
     if category_column is not None and category is None:
         raise ConfigurationError(f"{path} has no column {category_column}: its columns are {', '.join(names)}")
-    return [
-        Prompt(text=(row[text] or "").strip(), category=(row[category] or "").strip() if category else "")
-        for row in rows
-    ]
+    prompts = []
+    for number, row in enumerate(rows, start=1):
+        cells = [row.get(name) or "" for name in (text, category) if name is not None]
+        if not all(isinstance(cell, str) for cell in cells):
+            raise ConfigurationError(f"{path}: row {number} has no text as its prompt or category, but {cells!a}")
+        prompts.append(Prompt(text=cells[0].strip(), category="".join(cells[1:]).strip()))
+    return prompts
 
 
 def _find_column(requested: str | None, defaults: Sequence[str], names: Sequence[str]) -> str | None:

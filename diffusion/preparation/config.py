@@ -285,10 +285,10 @@ class PrepareConfig:
     """Hashes of the shards in their index."""
 
     image_column: str | None = None
-    """Column of the images in tables of all sources; null: the usual names."""
+    """Column of the images, or of their file names, in tables of all sources; null: the usual names."""
 
     caption_column: str | None = None
-    """Column of the captions in tables of all sources; null: the usual names."""
+    """Column of the captions in tables of all sources, or key in .json files; null: the usual names."""
 
     limits: LimitsConfig = field(default_factory=LimitsConfig)
 

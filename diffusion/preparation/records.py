@@ -15,6 +15,10 @@ class OutdatedError(DataError):
     """What was listed or scanned is not what sources and settings say now; `--overwrite` prepares it again."""
 
 
+class NoColumnsError(DataError):
+    """A column is named, and a source has no table or .json that could have it."""
+
+
 class NothingKeptError(DataError):
     """A data set has no image, or all are rejected."""
 
@@ -167,13 +171,20 @@ def make_record(
 
 
 def record_of_files(
-    key: str, image: bytes | None, text: bytes | None, values: bytes | None, location: Location, detail: str = ""
+    key: str,
+    image: bytes | None,
+    text: bytes | None,
+    values: bytes | None,
+    location: Location,
+    detail: str = "",
+    caption_column: str | None = None,
 ) -> Record | Rejected:
     """Make the record of an image with a .txt and a .json of the same name: members of a tar, or files of a folder.
 
-    The caption is the .txt; without one, `caption` or `text` of the .json. All entries of a list `captions` in the
-    .json come with it. The other entries of the .json are metadata. A `status` other than `success` is a rejection, and
-    so is a missing image, with `detail`.
+    The caption is the .txt; without one, `caption`, `text` or `prompt` of the .json. All entries of a list `captions`
+    in the .json come with it. With a `caption_column`, the caption is that key of the .json; without one, the .txt. The
+    other entries of the .json are metadata. An image that img2dataset could not download is a rejection, and so is a
+    missing one, with `detail`.
     """
     metadata: dict[str, Any] = {}
     if values is not None:
@@ -181,20 +192,32 @@ def record_of_files(
             metadata = parse_object(decode_text(values))
         except ValueError as error:
             return Rejected(key, Reason.INVALID_JSON, location, str(error)[:80])
-    if (status := metadata.get("status")) not in ("success", None):
-        return not_successful(key, status, metadata, location)
+    if is_failed(metadata):
+        return not_successful(key, metadata, location)
     if image is None:
         return Rejected(key, Reason.MISSING_IMAGE, location, detail)
-    rest = {name: metadata[name] for name in metadata if name not in ("captions", "caption", "text")}
-    return make_record(key, image, _captions(text, metadata), rest, location)
+    used = (caption_column,) if caption_column else ("captions", "caption", "text")
+    rest = {name: metadata[name] for name in metadata if name not in used}
+    return make_record(key, image, _captions(text, metadata, caption_column), rest, location)
 
 
-def not_successful(key: str, status: Any, metadata: Mapping[str, Any], location: Location) -> Rejected:
+def is_failed(metadata: Mapping[str, Any]) -> bool:
+    """Whether img2dataset could not download an image; other columns named `status` say nothing of that."""
+    return str(metadata.get("status")).startswith("failed_to_")
+
+
+def not_successful(key: str, metadata: Mapping[str, Any], location: Location) -> Rejected:
     """Make the rejection of an image that img2dataset could not download."""
-    return Rejected(key, Reason.NOT_SUCCESSFUL, location, ascii(f"{status}: {metadata.get('error_message')}"[:80]))
+    return Rejected(
+        key, Reason.NOT_SUCCESSFUL, location, ascii(f"{metadata['status']}: {metadata.get('error_message')}"[:80])
+    )
 
 
-def _captions(text: bytes | None, metadata: dict[str, Any]) -> list[Any]:
+def _captions(text: bytes | None, metadata: dict[str, Any], column: str | None) -> list[Any]:
+    if column is not None:
+        named = metadata.get(column)
+        named = named if has_text(named) or text is None else decode_text(text)
+        return named if isinstance(named, list) else [named]
     listed = metadata.get("captions")
     listed = listed if isinstance(listed, list) else [listed]
     if text is not None:
@@ -202,8 +225,15 @@ def _captions(text: bytes | None, metadata: dict[str, Any]) -> list[Any]:
         return [first, *(caption for caption in listed if caption != first.strip())]
     if any(isinstance(caption, str) for caption in listed):
         return listed
-    single = next((metadata[name] for name in ("caption", "text") if metadata.get(name) is not None), None)
+    found = [metadata[name] for name in ("caption", "text", "prompt") if metadata.get(name) is not None]
+    single = next(filter(has_text, found), found[0] if found else None)
     return single if isinstance(single, list) else [single]
+
+
+def has_text(captions: Any) -> bool:
+    """Whether a text, or one of a list, is more than white space."""
+    listed = captions if isinstance(captions, list) else [captions]
+    return any(isinstance(text, str) and bool(text.strip()) for text in listed)
 
 
 def decode_text(data: bytes) -> str:

@@ -114,13 +114,14 @@ def _sound(batch: pa.RecordBatch, start: int, number: int, num_bytes: int) -> It
         batch.validate(full=True)
         yield Batch(start, number, batch)
         return
-    except pa.ArrowException:
-        pass
+    except pa.ArrowException as error:
+        raise_if_not_damage(error)
     for row in range(min(batch.num_rows, num_bytes)):  # A damaged batch can claim any number of rows.
         one = batch.slice(row, 1)
         try:
             one.validate(full=True)
             yield Batch(start + row, number, one)
         except pa.ArrowException as error:
+            raise_if_not_damage(error)
             reason = Reason.INVALID_UTF8 if "UTF8" in str(error) else Reason.DAMAGED_FILE
             yield Batch(start + row, number, None, 1, f"batch {number}: {first_line(error)}", reason)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, BinaryIO, ClassVar
 
@@ -11,13 +11,16 @@ from diffusion.errors import DataError, MachineError
 from diffusion.preparation.config import LimitsConfig
 from diffusion.preparation.records import (
     Location,
+    NoColumnsError,
     OutdatedError,
     Partition,
     Partitions,
     Reason,
     Record,
     Rejected,
+    decode_text,
     key_of,
+    parse_object,
 )
 from diffusion.preparation.sources.reading import (
     Entry,
@@ -34,6 +37,12 @@ from diffusion.storage import Item, T, shown
 
 MAX_CAPTIONS = 1_000
 """Most captions of an image."""
+
+LOOKED_AT = 200_000
+"""Names by which the kind of a folder is found: a folder of 100 million images is listed once, later."""
+
+NUM_CHECKED = 100
+"""Files .json that are searched for a named column."""
 
 FEW, MANY, PARTITIONS = 16, 1_024, 64
 """Fewest and most images of a partition, and the number of partitions in between."""
@@ -78,6 +87,20 @@ class Source:
 
     def check(self) -> None:
         """Check the columns of the files, where they have some; a DataError if one is missing."""
+
+    def check_json(self, contents: Iterable[bytes]) -> None:
+        """Check that one of some .json has the named column of captions; a DataError if none has it."""
+        seen: dict[str, None] = {}
+        for content in contents:
+            with suppress(ValueError):
+                seen |= dict.fromkeys(parse_object(decode_text(content)))
+            if self.caption_column in seen:
+                return
+        there = printable(f"those of its .json are {', '.join(seen)}") if seen else "it has no .json or table"
+        raise (DataError if seen else NoColumnsError)(
+            f"{self.path} has no column {self.caption_column}; {there}; correct caption_column, or give it to the "
+            "sources that have it"
+        )
 
     def partitions(self, known: Sequence[str] = (), only: Mapping[str, str] | None = None) -> Partitions:
         """Compare the source with the metadata of earlier scans.

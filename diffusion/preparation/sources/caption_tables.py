@@ -3,10 +3,11 @@
 import csv
 import io
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 from diffusion.errors import DataError
-from diffusion.preparation.records import parse_object
+from diffusion.preparation.records import has_text, parse_object
 from diffusion.preparation.sources.reading import UnfitFileError, open_file, printable
 from diffusion.storage import shown
 
@@ -14,7 +15,10 @@ TABLES = ("metadata.jsonl", "captions.csv", "metadata.csv")
 """Names of a table; at most one of them in a folder."""
 
 FILE_COLUMNS = ("file_name", "file")
-CAPTION_COLUMNS = ("captions", "caption", "text")
+CAPTION_COLUMNS = ("captions", "caption", "text", "prompt")
+
+_LOOKED_AT = 1_000
+"""Lines of a .jsonl by which its columns are found."""
 
 
 class Line(NamedTuple):
@@ -25,15 +29,38 @@ class Line(NamedTuple):
     metadata: dict[str, Any]
 
 
-def read_lines(uri: str, root: str, limit: int) -> Iterator[Line]:
-    """Yield the lines of a table in the folder of a source; `limit` is the most bytes of one.
+def read_lines(
+    uri: str, root: str, limit: int, file_column: str | None = None, caption_column: str | None = None
+) -> Iterator[Line]:
+    """Yield the lines of a table in the folder of a source.
+
+    Args:
+        uri: the table.
+        root: folder of the source.
+        limit: the most bytes of a line.
+        file_column: column of the file names; None for the usual names.
+        caption_column: column of the captions; None for the usual names.
 
     Raises:
         DataError: it cannot be read, is damaged, lacks a column, has one twice, or a line is longer.
     """
+    file_columns = (file_column,) if file_column else FILE_COLUMNS
+    caption_columns = (caption_column,) if caption_column else CAPTION_COLUMNS
     try:
         with open_file(uri, root) as file:
-            yield from (_jsonl if uri.endswith(".jsonl") else _csv)(_Text(file, uri, limit))
+            text = _Text(file, uri, limit, file_columns, caption_columns)
+            if not uri.endswith(".jsonl"):
+                yield from _csv(text)
+                return
+            lines, seen = _jsonl(text), dict[str, None]()
+            for line in islice(lines, _LOOKED_AT):
+                seen |= dict.fromkeys(line)
+                yield _split(line, text, "keys")
+            if caption_column and seen and caption_column not in seen:
+                raise text.error(f"no key {caption_column!a} up to this line; there is {_listed(seen)}; correct "
+                                 "caption_column")  # fmt: skip
+            for line in lines:
+                yield _split(line, text, "keys")
     except UnfitFileError as error:
         raise DataError(f"{printable(shown(uri))} cannot be read: {error}; fix it or take it out") from error
 
@@ -41,8 +68,11 @@ def read_lines(uri: str, root: str, limit: int) -> Iterator[Line]:
 class _Text:
     """The lines of a table as text; bytes that are not UTF-8 become surrogates."""
 
-    def __init__(self, file: Any, uri: str, limit: int) -> None:
+    def __init__(
+        self, file: Any, uri: str, limit: int, file_columns: tuple[str, ...], caption_columns: tuple[str, ...]
+    ) -> None:
         self._file, self._shown, self.limit = io.BufferedReader(file), printable(shown(uri)), limit
+        self.file_columns, self.caption_columns = file_columns, caption_columns
         self.number = 0
 
     def error(self, what: str, number: int | None = None) -> DataError:
@@ -56,23 +86,24 @@ class _Text:
             yield line.decode("utf-8-sig" if self.number == 1 else "utf-8", errors="surrogateescape")
 
 
-def _jsonl(text: _Text) -> Iterator[Line]:
+def _jsonl(text: _Text) -> Iterator[dict[str, Any]]:
     for line in text:
         if not line.strip():
             continue
         try:
-            parsed = parse_object(line)
+            yield parse_object(line)
         except ValueError as error:
             raise text.error(f"{error}; each line must be a JSON object with file_name and text") from error
-        yield _split(parsed, text, "keys")
 
 
 def _csv(text: _Text) -> Iterator[Line]:
     csv.field_size_limit(max(csv.field_size_limit(), text.limit))
     rows, start = csv.DictReader(text, strict=True), 1
     try:
-        columns = list(rows.fieldnames or ())
-        for wanted in (FILE_COLUMNS, CAPTION_COLUMNS):
+        if rows.fieldnames is None:
+            return  # Nothing is in the file.
+        columns = list(rows.fieldnames)
+        for wanted in (text.file_columns, text.caption_columns):
             if not set(wanted) & set(columns):
                 raise text.error(f"no column {' or '.join(wanted)} in its first line; there is {_listed(columns)}", 1)
         if twice := [name for name in dict.fromkeys(columns) if name and columns.count(name) > 1]:
@@ -89,11 +120,12 @@ def _csv(text: _Text) -> Iterator[Line]:
 
 
 def _split(line: dict[str, Any], text: _Text, columns: str) -> Line:
-    file_column = next((name for name in FILE_COLUMNS if isinstance(line.get(name), str) and line[name]), None)
+    file_column = next((name for name in text.file_columns if isinstance(line.get(name), str) and line[name]), None)
     if file_column is None:
-        raise text.error(f"no file name; one of the {columns} must be {' or '.join(FILE_COLUMNS)}; there is "
+        raise text.error(f"no file name; one of the {columns} must be {' or '.join(text.file_columns)}; there is "
                          f"{_listed(line)}")  # fmt: skip
-    caption_column = next((name for name in CAPTION_COLUMNS if name in line), "")
+    there = [name for name in text.caption_columns if name in line]
+    caption_column = next((name for name in there if has_text(line[name])), there[0] if there else "")
     captions = line.get(caption_column)
     metadata = {name: line[name] for name in line if name not in (file_column, caption_column)}
     return Line(line[file_column], captions if isinstance(captions, list) else [captions], metadata)

@@ -15,9 +15,9 @@ from diffusion.datasets.images import EXTENSIONS
 from diffusion.datasets.manifest import MANIFEST, SCAN, WORK
 from diffusion.errors import DataError, MachineError
 from diffusion.preparation.config import LimitsConfig, SourceConfig
-from diffusion.preparation.records import clean_text
+from diffusion.preparation.records import NoColumnsError, clean_text
 from diffusion.preparation.sources.arrow import ArrowSource
-from diffusion.preparation.sources.base import Source
+from diffusion.preparation.sources.base import LOOKED_AT, Source
 from diffusion.preparation.sources.caption_tables import TABLES
 from diffusion.preparation.sources.folder import FolderSource, is_image_name
 from diffusion.preparation.sources.huggingface import PREFIX, SPELLING, HuggingFaceSource, open_huggingface
@@ -31,9 +31,6 @@ KINDS = (
     "a folder of images, a .tar file, a .parquet file, or a folder or quoted pattern of one of these, an MDS folder, "
     f"a folder that `datasets` saved, a URL of one of these, or {SPELLING}"
 )
-
-_LOOKED_AT = 200_000
-"""Names by which the kind of a folder is found: a folder of 100 million images is listed once, later."""
 
 _FILES: dict[str, type[Source]] = {
     "tar files": WebDatasetSource,
@@ -69,6 +66,7 @@ def open_sources(
         MachineError: a store does not answer or not to these credentials, or a package is missing.
     """
     sources: list[Any] = []
+    without_columns: list[NoColumnsError] = []
     for number, entry in enumerate(entries):
         given = _entry(entry)
         if number < len(scanned) and scanned[number].root == _root(given.path) and is_empty(entry):
@@ -83,6 +81,10 @@ def open_sources(
         try:
             source = _open(given.path, settings)
             source.check()
+        except NoColumnsError as error:
+            if given.image_column or given.caption_column:
+                raise
+            without_columns.append(error)
         except PermissionError as error:
             raise MachineError(f"{shown(given.path)}: access denied; give these credentials the right to list and read"
                                ) from error  # fmt: skip
@@ -93,6 +95,8 @@ def open_sources(
         while name in names:
             name, suffix = f"{source.name}~{suffix}", suffix + 1
         sources.append(replace(source, name=name))
+    if without_columns and len(without_columns) == len(sources):
+        raise without_columns[0]
     if not sources:
         raise DataError(f"no source was given; a source is {KINDS}")
     return sources
@@ -229,7 +233,7 @@ def _open_pattern(text: str, settings: dict[str, Any]) -> Source:
 def _open_folder(folder: str, name: str, settings: dict[str, Any]) -> Any:
     """Open a folder, local or remote, as what the names of the files below it say."""
     path = printable(shown(folder))
-    names = sorted(entry.name for entry in islice(list_folder(folder), _LOOKED_AT))
+    names = sorted(entry.name for entry in islice(list_folder(folder), LOOKED_AT))
     if is_url(folder) and not names:
         raise DataError(f"{path}: there is nothing; correct the URL, or name a .tar or .parquet file there")
     make = {"name": name, "root": folder, **settings}

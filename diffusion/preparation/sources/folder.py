@@ -4,7 +4,7 @@ import json
 import logging
 import posixpath
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
@@ -15,19 +15,31 @@ from diffusion.datasets.images import EXTENSIONS
 from diffusion.errors import DataError, MachineError, first_line
 from diffusion.preparation.records import (
     Location,
+    NoColumnsError,
     Partition,
     Partitions,
     Reason,
     Record,
     Rejected,
     decode_text,
+    has_text,
     key_of,
     make_record,
     record_of_files,
 )
-from diffusion.preparation.sources.base import MANY, Source, size_of_partitions
+from diffusion.preparation.sources.base import LOOKED_AT, MANY, NUM_CHECKED, Source, size_of_partitions
 from diffusion.preparation.sources.caption_tables import TABLES, read_lines
-from diffusion.preparation.sources.reading import UnfitFileError, file_of, list_folder, name_of, printable, read_file
+from diffusion.preparation.sources.reading import (
+    LEADS_OUT,
+    UnfitFileError,
+    file_of,
+    leads_out,
+    list_folder,
+    name_of,
+    printable,
+    read_below,
+    read_file,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +52,14 @@ _NAMED_GONE = 1_000
 _SCHEMA = """
 CREATE TABLE files (file VARCHAR, stem VARCHAR, kind VARCHAR, extension VARCHAR, size BIGINT, version VARCHAR,
     problem VARCHAR);
-CREATE TABLE lines (file VARCHAR, number BIGINT, captions VARCHAR, metadata VARCHAR, has_caption BOOLEAN);
+CREATE TABLE lines (file VARCHAR, number BIGINT, captions VARCHAR, metadata VARCHAR, has_caption BOOLEAN,
+    problem VARCHAR);
 """
 
 _ITEMS = """
 CREATE TABLE entries AS
     SELECT file, list(captions ORDER BY number) AS captions, arg_min(metadata, number) AS metadata,
-        bool_or(has_caption) AS has_caption
+        bool_or(has_caption) AS has_caption, any_value(problem) AS problem
     FROM lines GROUP BY file;
 CREATE TABLE beside AS
     SELECT stem, kind, min(file) AS file, arg_min(version, file) AS version, arg_min(problem, file) AS problem
@@ -64,7 +77,8 @@ CREATE TABLE items AS
     LEFT JOIN beside t ON t.kind = 'text' AND t.stem = i.stem AND NOT coalesce(i.has_caption, FALSE)
     LEFT JOIN beside j ON j.kind = 'json' AND j.stem = i.stem AND i.captions IS NULL
     UNION ALL BY NAME
-    SELECT file, 0 AS size, '' AS version, 'the table names it, there is no such file' AS missing_image
+    SELECT file, 0 AS size, '' AS version, problem AS unreadable,
+        CASE WHEN problem IS NULL THEN 'the table names it, there is no such file' END AS missing_image
     FROM entries ANTI JOIN files USING (file)
     UNION ALL BY NAME
     SELECT file, 0 AS size, '' AS version,
@@ -88,12 +102,32 @@ class FolderSource(Source):
     The captions of an image are what a table of its folder or one above says: several lines of a file, or a list in
     `captions`, give it several. Where the table has none for it, the .txt of the same name does. An image that no table
     names has the files of the same name: .txt, whose whole text is one caption, and .json, as img2dataset writes it.
-    Rejected are images that a table names and that do not exist, links that lead out of the folder, and files that have
-    a .txt or .json but neither a known extension nor an image of the same name beside them.
+    Rejected are images that a table names and that do not exist or lie out of its folder, links that lead out of the
+    source's folder, and files that have a .txt or .json but neither a known extension nor an image of the same name
+    beside them.
     """
 
     kind: ClassVar[str] = "folder"
     suffixes: ClassVar[tuple[str, ...]] = tuple(sorted(EXTENSIONS))
+
+    def check(self) -> None:
+        """Check that a named column is that of a table or a key of a .json; a DataError if it is neither."""
+        if not (self.image_column or self.caption_column):
+            return
+        names = sorted(entry.name for entry in islice(list_folder(self.root), LOOKED_AT))
+        if any(posixpath.basename(name) in TABLES for name in names):
+            return  # The listing reads all of them.
+        if self.image_column:
+            raise NoColumnsError(f"{self.path} has no table that could have a column {self.image_column}; leave "
+                                 "image_column out, or give it to the sources that have it")  # fmt: skip
+        beside = [name for name in names if name.lower().endswith(".json")][:NUM_CHECKED]
+        self.check_json(self._read_all(beside))
+
+    def _read_all(self, names: Iterable[str]) -> Iterator[bytes]:
+        """Yield the .json that can be read."""
+        for name in names:
+            with suppress(UnfitFileError):
+                yield read_file(self.uri(file_of(name)), self.row_limit())
 
     def partitions(self, known: Sequence[str] = (), only: Mapping[str, str] | None = None) -> Partitions:
         """List the folder and cut the images, sorted by path, into partitions.
@@ -150,10 +184,14 @@ class FolderSource(Source):
                 raise DataError(f"{self.path} holds {both}; keep the one whose captions are meant")
         numbers = count()
         for table in tables:
-            for line in read_lines(self.uri(file_of(table)), self.root, self.row_limit()):
-                file = file_of(posixpath.normpath(posixpath.join(posixpath.dirname(table), line.file)))
-                has_caption = any(isinstance(caption, str) and caption.strip() for caption in line.captions)
-                yield file, next(numbers), json.dumps(line.captions), json.dumps(line.metadata), has_caption
+            columns = self.image_column, self.caption_column
+            for line in read_lines(self.uri(file_of(table)), self.root, self.row_limit(), *columns):
+                # A path that leads out stays as it is written, so that it is no other file's.
+                problem = LEADS_OUT if leads_out(line.file) else None
+                file = posixpath.join(posixpath.dirname(table), line.file)
+                file = file if problem else posixpath.normpath(file)
+                values = json.dumps(line.captions), json.dumps(line.metadata), has_text(line.captions), problem
+                yield file_of(file), next(numbers), *values
 
     def _report_overruled(self, database: Any) -> None:
         overruled = "SELECT count(*) FROM images SEMI JOIN beside t ON images.stem = t.stem AND t.kind = 'text'"
@@ -192,14 +230,16 @@ class FolderSource(Source):
         if caption is None and values is None:
             detail = "no .txt or .json of that name, no line in a table"
             return Rejected(key, Reason.MISSING_CAPTION, location, detail, Record(key, image, [], {}, location))
-        return record_of_files(key, image, caption, values, location)
+        return record_of_files(key, image, caption, values, location, caption_column=self.caption_column)
 
     def _images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
         yield from self.map(self._image, locations)
 
     def _image(self, location: Location) -> bytes:
+        if not location.version:
+            raise UnfitFileError(Reason.MISSING_IMAGE, f"{location.file!a}: a rejection without an image")
         try:
-            return read_file(self.uri(location.file), self.image_limit())
+            return read_below(self.root, name_of(location.file), self.image_limit())
         except UnfitFileError as error:
             raise UnfitFileError(error.reason, f"{location.file!a}: {error}") from error
 

@@ -17,7 +17,7 @@ from diffusion.errors import DataError, MachineError, first_line
 from diffusion.preparation.records import Partition, Partitions
 from diffusion.preparation.sources.base import compare
 from diffusion.preparation.sources.reading import printable
-from diffusion.preparation.sources.tables import BATCH_ROWS, Batch, TableSource
+from diffusion.preparation.sources.tables import BATCH_ROWS, Batch, TableSource, raise_if_not_damage
 
 PREFIX = "hf-dataset:"
 SPELLING = f"{PREFIX}NAME[@REVISION][:SPLIT[:CONFIGURATION]]"
@@ -67,6 +67,7 @@ class HuggingFaceSource(TableSource):
         except (pa.ArrowException, OSError) as error:
             if not isinstance(error, pa.ArrowException):
                 raise MachineError(f"{self.path}: {first_line(error)}; run the same command again") from error
+            raise_if_not_damage(error)
             yield Batch(row, None, None, 1, f"{first_line(error)}; what came before was read")
 
     def _builder(self, version: str = "") -> Any:

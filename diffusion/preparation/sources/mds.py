@@ -26,6 +26,7 @@ from diffusion.preparation.records import (
     Record,
     Rejected,
     decode_text,
+    has_text,
     key_of,
     make_record,
 )
@@ -202,6 +203,8 @@ class MDSSource(Source):
 
         try:
             content = decompress(shard["compression"], packed)
+        except MemoryError:
+            raise
         except Exception as error:  # Each library has its own.
             raise UnfitFileError(Reason.DAMAGED_FILE, f"not {shard['compression']}: {error}") from error
         yield io.BytesIO(content)
@@ -216,7 +219,10 @@ class MDSSource(Source):
             }
             if self.prepared is not None and "metadata" in values:
                 metadata |= _decode("json", values["metadata"])
-            captions = _decode(columns.encodings[columns.caption], values[columns.caption])
+            names = columns.caption, *(() if self.caption_column else CAPTION_COLUMNS)
+            texts = [_decode(columns.encodings[name], values[name]) for name in names
+                     if columns.encodings.get(name) in ("str", "json")]  # fmt: skip
+            captions = next(filter(has_text, texts), texts[0])
             image = _image_of(columns.encodings[columns.image], values[columns.image])
         except UnfitFileError as error:
             return Rejected(key, error.reason, location, error.detail)

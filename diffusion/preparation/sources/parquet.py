@@ -26,9 +26,9 @@ class ParquetSource(TableSource):
     """One parquet file or several, streamed a few rows at a time, and cut between row groups.
 
     Texts in the image column, and `path` of an image struct without `bytes`, are paths, relative to the folder of
-    the parquet file or absolute; they stay below the folder of the source, and URLs are rejected. The path comes into
-    the metadata as `image_path`. Columns of text, lists of texts, numbers, truth values and times are metadata. Rows
-    whose `status` is other than `success` are rejected. Each row of a damaged row group is a rejection, and a file
+    the parquet file or absolute; URLs and paths that lead out of that folder are rejected. The path comes into the
+    metadata as `image_path`. Columns of text, lists of texts, numbers, truth values and times are metadata. Rows whose
+    `status` is a failure of img2dataset are rejected. Each row of a damaged row group is a rejection, and a file
     without a sound footer is one. The rest of a key is the file's path, `#` and the number of the row.
     """
 
@@ -66,7 +66,8 @@ class ParquetSource(TableSource):
         try:
             with self._opened(file) as (opened, _):
                 return _num_rows(opened)
-        except (UnfitFileError, pa.ArrowException):
+        except (UnfitFileError, pa.ArrowException) as error:
+            raise_if_not_damage(error)
             return None
 
     @contextmanager
@@ -90,7 +91,9 @@ class ParquetSource(TableSource):
     def batches(self, partition: Partition, groups: Collection[int | None] | None = None) -> Iterator[Batch]:
         """Yield the rows of a partition, or the images of some row groups; of others nothing is read."""
         with self._opened(partition.file) as (opened, columns):
-            names = [columns.image] if groups is not None else [columns.image, columns.caption, *columns.metadata]
+            names = [columns.image]
+            if groups is None:
+                names = list(dict.fromkeys([columns.image, *columns.captions, *columns.metadata]))
             start = 0
             for group, num_rows in enumerate(_num_rows(opened)):
                 is_of_partition = partition.start <= start and (partition.stop is None or start < partition.stop)

@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 _LOCAL_BUFFER = 2**20
 _OF_THE_FILE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.EINVAL)
 _NO_FILE = "a pipe, a socket or a device, no file"
-_LEADS_OUT = "a link that leads out of the source's folder, which is not followed"
+LEADS_OUT = "the table's path leads out of its folder"
+_LINK_LEADS_OUT = "a link that leads out of the source's folder, which is not followed"
 
 
 class UnfitFileError(Exception):
@@ -136,7 +137,7 @@ def stat_file(uri: str, top: str | None = None, name: str = "") -> Entry:
         return Entry(name, file.size, f"{file.size} {file.version}")
     try:
         if top is not None and is_outside(uri, top):
-            return Entry(name, 0, "", _LEADS_OUT)
+            return Entry(name, 0, "", _LINK_LEADS_OUT)
         return _entry(name, os.stat(uri))  # noqa: PTH116
     except OSError as error:
         return Entry(name, 0, "", error.strerror or "unreadable")
@@ -190,7 +191,7 @@ def open_file(uri: str, root: str | None = None, *, buffer_bytes: int | None = N
         if is_url(uri):
             return storage.open_file(uri, buffer_bytes=buffer_bytes)
         if root is not None and is_outside(uri, os.path.realpath(root)):
-            raise UnfitFileError(Reason.UNREADABLE, _LEADS_OUT)
+            raise UnfitFileError(Reason.UNREADABLE, _LINK_LEADS_OUT)
         return _open_local(uri)
 
 
@@ -208,22 +209,25 @@ def _unfit(uri: str) -> Iterator[None]:
         raise MachineError(f"cannot read {printable(shown(uri))}: {error.strerror}") from error
 
 
-def read_below(root: str, folder: str, path: str, limit: int) -> bytes:
+def leads_out(path: str) -> bool:
+    """Whether a path that a table holds leads out of the table's folder."""
+    name = posixpath.normpath(path)
+    return name.startswith(("../", "/")) or name == ".."
+
+
+def read_below(folder: str, path: str, limit: int) -> bytes:
     """Read the file that a row of a table names, as `read_file` does.
 
-    A relative path begins in `folder`, that of the table, an absolute one with `root`, the folder of the source. It
-    must not lead out of that.
+    A relative path begins in `folder`, that of the table, and an absolute one with it. Neither the path nor a link may
+    lead out of it.
     """
-    top = root.rstrip("/")
-    inside = path.removeprefix(f"{top}/")
-    if is_url(inside) or inside.startswith("//"):
+    name = path.removeprefix(f"{folder.rstrip('/')}/")
+    if is_url(name) or name.startswith("//"):
         detail = "the row holds a URL, which is not fetched; download the images first, for example with img2dataset"
         raise UnfitFileError(Reason.MISSING_IMAGE, detail)
-    below = folder.rstrip("/").removeprefix(top).strip("/") if inside == path else ""
-    name = posixpath.normpath(posixpath.join(below, inside))
-    if name.startswith(("../", "/")) or name == "..":
-        raise UnfitFileError(Reason.UNREADABLE, "the row's path leads out of the source's folder")
-    uri = storage.join(root, name)
-    if "\0" not in name and not is_url(uri) and is_outside(uri, os.path.realpath(root)):
-        raise UnfitFileError(Reason.UNREADABLE, _LEADS_OUT)
+    if leads_out(name):
+        raise UnfitFileError(Reason.UNREADABLE, LEADS_OUT)
+    uri = storage.join(folder, posixpath.normpath(name))
+    if "\0" not in name and not is_url(uri) and is_outside(uri, os.path.realpath(folder)):
+        raise UnfitFileError(Reason.UNREADABLE, _LINK_LEADS_OUT)
     return read_file(uri, limit)

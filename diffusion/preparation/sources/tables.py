@@ -1,5 +1,6 @@
 """Sources that are tables: which columns hold images and captions, which become metadata, and records of rows."""
 
+import base64
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -7,14 +8,28 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from diffusion.errors import DataError, MachineError
-from diffusion.preparation.records import Location, Partition, Reason, Record, Rejected, make_record, not_successful
+from diffusion.errors import DataError, MachineError, first_line
+from diffusion.preparation.measures import file_format
+from diffusion.preparation.records import (
+    Location,
+    Partition,
+    Reason,
+    Record,
+    Rejected,
+    has_text,
+    is_failed,
+    make_record,
+    not_successful,
+)
 from diffusion.preparation.sources.base import MAX_CAPTIONS, Source
 from diffusion.preparation.sources.reading import UnfitFileError, printable, read_below
 from diffusion.storage import shown
 
 IMAGE_COLUMNS = ("image", "jpg", "png", "webp", "image_bytes", "image_path", "file_name", "path")
-CAPTION_COLUMNS = ("caption", "captions", "text")
+CAPTION_COLUMNS = ("caption", "captions", "text", "prompt")
+
+_LEAST_BASE64 = 48
+"""Bytes of the smallest image in base64: a shorter text is a path."""
 
 BATCH_ROWS = 32
 """Rows that are decoded at once."""
@@ -24,7 +39,8 @@ class Columns(NamedTuple):
     """Names of columns of a table."""
 
     image: str
-    caption: str
+    captions: list[str]
+    """The first is the column of captions, the others are for rows where it is empty; those are metadata, too."""
     metadata: list[str]
 
 
@@ -78,16 +94,18 @@ class TableSource(Source):
         if pa.types.is_struct(image_type):
             index = next((at for at in map(image_type.get_field_index, ("bytes", "path")) if at >= 0), -1)
             image_type = pa.null() if index < 0 else image_type.field(index).type
-        if not (_is_binary(image_type) or _is_text(image_type)):
+        if not (_is_binary(image_type) or _is_text(image_type) or pa.types.is_null(image_type)):
             raise DataError(
                 f"{path}: column {found[0]} is {schema.field(found[0]).type}; it must be bytes, a struct with them, or "
                 f"paths; name the image column with image_column; there is {listed}"
             )
-        if not (_is_text(caption_type) or (_is_list(caption_type) and _is_text(caption_type.value_type))):
+        if not _is_caption(caption_type):
             raise DataError(f"{path}: column {found[1]} is {caption_type}; it must be text or a list of texts; name "
                             f"the caption column with caption_column; there is {listed}")  # fmt: skip
+        others = [] if self.caption_column else [name for name in CAPTION_COLUMNS if name in names]
+        captions = [found[1], *(name for name in others if name != found[1] and _is_caption(schema.field(name).type))]
         metadata = [field.name for field in schema if field.name not in found and _is_metadata(field.type)]
-        return Columns(found[0], found[1], metadata)
+        return Columns(found[0], captions, metadata)
 
     def _scan(self, partition: Partition) -> Iterator[Record | Rejected]:
         prefix = self.prefix(partition.file)
@@ -110,9 +128,10 @@ class TableSource(Source):
         if size > self.row_limit():
             return Rejected(key, Reason.TOO_LARGE, location, f"{size} bytes are more than limits.max_metadata_kb")
         metadata = {name: _value_of(batch.column(name)[at]) for name in columns.metadata}
-        if (status := metadata.get("status")) not in ("success", None):
-            return not_successful(key, status, metadata, location)
-        caption = batch.column(columns.caption)[at]
+        if is_failed(metadata):
+            return not_successful(key, metadata, location)
+        captions = [batch.column(name)[at] for name in columns.captions]
+        caption = next((one for one in captions if _has_text(one, self.text_limit())), captions[0])
         if _bytes_of(caption) > self.text_limit() * (MAX_CAPTIONS if _is_list(caption.type) else 1):
             detail = f"captions of {_bytes_of(caption)} bytes are more than limits.max_caption_characters"
             return Rejected(key, Reason.TOO_LARGE, location, detail)
@@ -146,8 +165,7 @@ class TableSource(Source):
         """Return an image, which is read if it is a path in a table; an UnfitFileError if it cannot be read."""
         if isinstance(image, bytes):
             return image
-        folder = self.uri(file).rpartition("/")[0]
-        return read_below(folder if self.is_file else self.root, folder, image, self.image_limit())
+        return read_below(self.uri(file).rpartition("/")[0], image, self.image_limit())
 
 
 def _image_of(scalar: Any, limit: int) -> tuple[bytes | str, str]:
@@ -157,6 +175,8 @@ def _image_of(scalar: Any, limit: int) -> tuple[bytes | str, str]:
         UnfitFileError: there is none, or it has more bytes than `limit`.
     """
     path = ""
+    if scalar.is_valid and pa.types.is_dictionary(scalar.type):
+        scalar = scalar.value
     if scalar.is_valid and pa.types.is_struct(scalar.type):
         kind = scalar.type
         path = _value_of(scalar["path"]) or "" if kind.get_field_index("path") >= 0 else ""
@@ -166,10 +186,28 @@ def _image_of(scalar: Any, limit: int) -> tuple[bytes | str, str]:
         raise UnfitFileError(Reason.MISSING_IMAGE, "the image is null")
     if _is_text(scalar.type):
         path = _value_of(scalar)
-        return path, path
+        if (image := _decode_base64(path)) is None:
+            return path, path
+        if len(image) > limit:
+            raise UnfitFileError(Reason.TOO_LARGE, f"{len(image)} bytes are more than {limit}")
+        return image, ""
     if (size := _bytes_of(scalar)) > limit:
         raise UnfitFileError(Reason.TOO_LARGE, f"{size} bytes are more than {limit}")
     return scalar.as_py(), path
+
+
+def _decode_base64(text: str) -> bytes | None:
+    """Return the image that a text holds in base64, as a data URI or without its head; None for a path."""
+    try:
+        image = base64.b64decode(text.partition(";base64,")[2] if text.startswith("data:") else text, validate=True)
+    except ValueError:
+        return None
+    return image if len(image) >= _LEAST_BASE64 and file_format(image) != "other" else None
+
+
+def _has_text(scalar: Any, limit: int) -> bool:
+    """Whether a caption is more than white space; one of more bytes than `limit` is."""
+    return _bytes_of(scalar) > limit or has_text(_value_of(scalar))
 
 
 def _bytes_of(scalar: Any) -> int:
@@ -200,17 +238,27 @@ def _value_of(scalar: Any) -> Any:
 
 
 def _is_binary(kind: pa.DataType) -> bool:
-    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    is_plain = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    return is_plain or pa.types.is_binary_view(kind) or pa.types.is_fixed_size_binary(kind)
 
 
 def _is_text(kind: pa.DataType) -> bool:
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
 
 
 def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    is_plain = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return is_plain or pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)
+
+
+def _is_caption(kind: pa.DataType) -> bool:
+    """Whether a column can hold captions: texts, lists of texts, or nothing at all, of which the type is null."""
+    kind = kind.value_type if _is_list(kind) else kind
+    return _is_text(kind) or pa.types.is_null(kind)
 
 
 def _is_metadata(kind: pa.DataType) -> bool:
@@ -222,6 +270,13 @@ def _is_metadata(kind: pa.DataType) -> bool:
 
 
 def raise_if_not_damage(error: Exception) -> None:
-    """Raise an error of Arrow again if the disk, the network or the store made it."""
+    """Raise an error of Arrow again if the disk, the network, the store or a lack of memory made it.
+
+    Raises:
+        MachineError: memory ran out; or the error itself.
+    """
+    if isinstance(error, MemoryError):
+        raise MachineError(f"memory ran out while a table was read ({first_line(error)}); run the command again, with "
+                           "fewer workers or more memory for each") from error  # fmt: skip
     if isinstance(error, MachineError | DataError) or getattr(error, "errno", None) is not None:
         raise error

@@ -6,17 +6,31 @@ import lzma
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any, BinaryIO, ClassVar
 
 from diffusion.datasets.images import EXTENSIONS
-from diffusion.preparation.records import Location, Partition, Reason, Record, Rejected, key_of, record_of_files
-from diffusion.preparation.sources.base import Source
+from diffusion.preparation.records import (
+    Location,
+    NoColumnsError,
+    Partition,
+    Reason,
+    Record,
+    Rejected,
+    key_of,
+    record_of_files,
+)
+from diffusion.preparation.sources.base import NUM_CHECKED, Source
 from diffusion.preparation.sources.reading import UnfitFileError
 
 _HEADER_BYTES = 2**20
 """Largest extended header (long names, PAX)."""
+
+_MAX_PARTS = 16
+"""Images of names with further dots that are held until their sample ends."""
 
 _COMPRESSIONS: tuple[tuple[bytes, Any], ...] = ((b"\x1f\x8b", gzip), (b"BZh", bz2), (b"\xfd7zXZ\0", lzma))
 
@@ -34,10 +48,10 @@ class _HeaderError(_DamageError):
 
 @dataclass
 class _Sample:
-    """The members of a sample."""
+    """The members of a sample, or those of them that share more of the name."""
 
     stem: str
-    """Path and name, up to the first dot."""
+    """Path and name, up to the first dot; of a part, up to the last."""
     start: int
     """Byte of its first header."""
     contents: dict[str, bytes] = field(default_factory=dict)
@@ -46,6 +60,8 @@ class _Sample:
     """Offset and length of the image."""
     problem: UnfitFileError | None = None
     """Why a member was not read."""
+    image: str = ""
+    """Extension of the first image, read or not."""
     more_images: list[str] = field(default_factory=list)
     """Extensions of the images after the first."""
     others: list[str] = field(default_factory=list)
@@ -55,6 +71,10 @@ class _Sample:
 @dataclass(frozen=True, kw_only=True)
 class WebDatasetSource(Source):
     """One tar or several; the members of a sample share the name up to the first dot, and lie together.
+
+    Where names go on after that dot, as `cat.v2.jpg` does, an image with a .txt or .json of the same name up to the
+    last dot is a sample of its own. Without one it is an image of the sample, or where that has neither an image nor a
+    caption, a sample without a caption.
 
     Of two samples of a name in a tar the first is taken and the second rejected; likewise the second image of a sample.
     Hard links to earlier members are read (not in a compressed tar), symbolic ones are rejected. What lies before
@@ -66,6 +86,21 @@ class WebDatasetSource(Source):
     kind: ClassVar[str] = "webdataset"
     suffixes: ClassVar[tuple[str, ...]] = (".tar", ".tar.gz", ".tgz")
 
+    def check(self) -> None:
+        """Check that a named column is a key of a .json of the first file; a DataError if it is none."""
+        if self.image_column:
+            raise NoColumnsError(f"{self.path}: images of tars are members, no column {self.image_column}; leave "
+                                 "image_column out, or give it to the sources that have it")  # fmt: skip
+        if self.caption_column:
+            self.check_json(self._json())
+
+    def _json(self) -> Iterator[bytes]:
+        """Yield the .json of the first samples of the first file, as far as it can be read."""
+        with suppress(UnfitFileError), self.open(next(iter(self.files()))) as file:
+            for found in islice(self._samples(_Stream(file)), NUM_CHECKED):
+                if "json" in found.contents:
+                    yield found.contents["json"]
+
     def _scan(self, partition: Partition) -> Iterator[Record | Rejected]:
         """Yield the samples in the order of the members."""
         prefix, seen = self.prefix(partition.file), set[str]()
@@ -76,16 +111,15 @@ class WebDatasetSource(Source):
                 offset, length = found.span or (None, None)
                 location = replace(of_tar, offset=offset, length=length)
                 if found.stem in seen:
-                    detail = "its members do not lie together, or another has its name"
-                    yield Rejected(f"{key}#{found.start}", Reason.DUPLICATE_KEY, location, detail)
-                    continue
-                seen.add(found.stem)
-                if found.problem is not None:
+                    key, detail = f"{key}#{found.start}", "its members do not lie together, or another has its name"
+                    yield Rejected(key, Reason.DUPLICATE_KEY, location, detail)
+                elif found.problem is not None:
                     yield Rejected(key, found.problem.reason, location, found.problem.detail)
                 else:
                     detail = ascii(f"besides: .{', .'.join(found.others)}")[1:-1] if found.others else ""
                     image, text, values = map(found.contents.get, ("image", "txt", "json"))
-                    yield record_of_files(key, image, text, values, location, detail)
+                    yield record_of_files(key, image, text, values, location, detail, self.caption_column)
+                seen.add(found.stem)
                 for extension in found.more_images:
                     detail = "another image of its sample"
                     yield Rejected(f"{key}.{key_of(extension)}", Reason.DUPLICATE_KEY, of_tar, detail)
@@ -94,12 +128,14 @@ class WebDatasetSource(Source):
         with self.open(partition.file) as file:
             stream = _Stream(file)
             for location in locations:
-                assert location.offset is not None and location.length is not None
+                if location.offset is None or location.length is None:
+                    raise UnfitFileError(Reason.MISSING_IMAGE, "a rejection without an image")
                 yield stream.read_at(location.offset, location.length)
 
     def _samples(self, stream: "_Stream") -> Iterator[_Sample]:
         """Yield the samples up to damage, whose error is raised; a sample whose data is damaged is dropped."""
-        sample: _Sample | None = None
+        sample = _Sample("", 0)
+        part, parts = sample, list[_Sample]()
         spans: dict[str, tuple[int, int]] = {}
         try:
             for member in _headers(stream):
@@ -107,36 +143,48 @@ class WebDatasetSource(Source):
                 if member.isdir() or name.rpartition("/")[2].startswith("."):
                     continue
                 folder, slash, base = name.rpartition("/")
-                stem, _, extension = base.partition(".")
+                stem, _, extensions = base.partition(".")
                 stem = folder + slash + stem
-                if sample is None or stem != sample.stem:
-                    if sample is not None:
-                        yield sample
-                    sample = _Sample(stem, member.offset)
-                self._add(sample, extension.lower(), stream, member, spans)
-        except _HeaderError:
-            if sample is not None:
-                yield sample
+                if stem != sample.stem:
+                    yield from _finish(sample, parts)
+                    sample, parts = _Sample(stem, member.offset), []
+                middle, _, extension = extensions.rpartition(".")
+                extension = extension.lower()
+                kind = extension if extension in ("txt", "json") else "image" if f".{extension}" in EXTENSIONS else ""
+                part = sample
+                if not kind:
+                    sample.others.append(extensions.lower())
+                    continue
+                if middle:
+                    if not parts or parts[-1].stem != f"{stem}.{middle}":
+                        if len(parts) == _MAX_PARTS and _stands_alone(sample, oldest := parts.pop(0)):
+                            yield oldest
+                        parts.append(_Sample(f"{stem}.{middle}", member.offset))
+                    part = parts[-1]
+                self._add(part, kind, extension, stream, member, spans)
+        except _DamageError as error:
+            if not isinstance(error, _HeaderError):
+                parts = [one for one in parts if one is not part]
+                sample = _Sample(sample.stem, sample.start) if part is sample else sample
+            yield from _finish(sample, parts)
             raise
-        if sample is not None:
-            yield sample
+        yield from _finish(sample, parts)
 
     def _add(
         self,
         sample: _Sample,
+        kind: str,
         extension: str,
         stream: "_Stream",
         member: tarfile.TarInfo,
         spans: dict[str, tuple[int, int]],
     ) -> None:
-        """Read a member into its sample if it is of use there."""
-        kind = extension if extension in ("txt", "json") else "image" if f".{extension}" in EXTENSIONS else ""
-        if not kind:
-            sample.others.append(extension)
-            return
-        if kind == "image" and sample.span is not None:
+        """Read an image, caption or metadata into its sample."""
+        if kind == "image" and sample.image:
             sample.more_images.append(extension)
             return
+        if kind == "image":
+            sample.image = extension
         try:
             offset, size = _span(member, stream, spans)
             limit = self.image_limit() if kind == "image" else self.text_limit() if kind == "txt" else self.row_limit()
@@ -149,6 +197,28 @@ class WebDatasetSource(Source):
         sample.contents[kind] = stream.read_at(offset, size)
         if kind == "image":
             sample.span = (offset, size)
+
+
+def _stands_alone(sample: _Sample, part: _Sample) -> bool:
+    """Whether a part is a sample of its own; the members of one that is none are added to the sample."""
+    middle = part.stem.removeprefix(f"{sample.stem}.")
+    if part.problem or (part.image and (len(part.contents) > 1 or not (sample.image or sample.contents))):
+        return True
+    images = [f"{middle}.{extension}" for extension in (part.image, *part.more_images) if extension]
+    if images and not sample.image:
+        sample.image, sample.span = images.pop(0), part.span
+        sample.contents |= part.contents
+    sample.more_images += images
+    sample.others += [f"{middle}.{kind}" for kind in part.contents if kind != "image"]
+    return False
+
+
+def _finish(sample: _Sample, parts: Sequence[_Sample]) -> list[_Sample]:
+    """Return a sample and those of its parts that are samples of their own, in the order of their images."""
+    finished = [part for part in parts if _stands_alone(sample, part)]
+    if sample.contents or sample.problem or (sample.others and not finished):
+        finished.append(sample)
+    return sorted(finished, key=lambda one: one.span or (one.start, 0))
 
 
 class _Stream:

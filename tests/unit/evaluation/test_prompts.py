@@ -1,6 +1,7 @@
 """Prompts of files and data sets, and the listing of a folder."""
 
 import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,51 @@ def test_prompts_of_tables_and_lists(tmp_path):
         read_prompts(bench)
     bench.write_text("Prompts\na car,\n")
     assert read_prompts(bench) == [Prompt(text="a car")]
+
+
+GENEVAL = {"tag": "single_object", "include": [{"class": "bench", "count": 1}], "prompt": "a photo of a bench"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("evaluation_metadata.jsonl", json.dumps(GENEVAL) + "\n\n" + json.dumps(GENEVAL), ["a photo of a bench"] * 2),
+        ("geneval.json", json.dumps([GENEVAL, GENEVAL], indent=1), ["a photo of a bench"] * 2),
+        ("texts.json", '["one", " two\\nlines ", ""]', ["one", "two\nlines"]),
+        ("texts.jsonl", '\ufeff"one"\n"two"\n', ["one", "two"]),
+        ("captions.JSONL", '{"Caption": "one", "id": 5}\n{"id": 6}\n', ["one"]),
+        ("PROMPTS.CSV", "prompt,id\none,1\n", ["one"]),
+        ("PROMPTS.TSV", "prompt\tid\none\t1\n", ["one"]),
+    ],
+)
+def test_prompts_of_json_and_tables_are_no_lines(tmp_path, name, content, expected):
+    path = tmp_path / name
+    path.write_text(content, encoding="utf-8")
+    assert [prompt.text for prompt in read_prompts(path)] == expected
+
+
+def test_categories_of_json(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a cat", "Category": "Animals", "tag": "x"}\n{"prompt": "a red car", "tag": "y"}\n')
+    categories = [Prompt(text="a cat", category="Animals"), Prompt(text="a red car")]
+    assert read_prompts(path) == categories
+    assert [prompt.category for prompt in read_prompts(path, category_column="tag")] == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "match"),
+    [
+        ("a.jsonl", '{"prompt": "a"}\n{"prompt": ', r"a\.jsonl, line 2"),
+        ("a.jsonl", '{"tag": "a"}', r"a\.jsonl has no column .*tag"),
+        ("a.json", '[{"prompt": 5}]', r"a\.json: row 1"),
+        ("a.json", "[5]", r"a\.json, line 1"),
+        ("a.json", "", r"a\.json has no prompts"),
+    ],
+)
+def test_json_without_prompts(tmp_path, name, content, match):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigurationError, match=match):
+        read_prompts(tmp_path / name)
 
 
 def test_captions_and_images_of_a_prepared_data_set(shapes):

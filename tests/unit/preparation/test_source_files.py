@@ -90,7 +90,7 @@ class TestFolder:
         (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
         items = read(tmp_path)
         captions = [["one", "again"], ["two", "three"], ["odd extension"], ["from the text file"]]
-        assert reasons(items) == ["missing_image", *captions, "missing_image", "missing_caption"]
+        assert reasons(items) == ["unreadable", *captions, "missing_image", "missing_caption"]
         assert items[1].metadata == {"score": 0.5, "tags": ["x"]}
 
     def test_csv(self, tmp_path):
@@ -383,7 +383,7 @@ class TestWebDataset:
         items = read(tar)
         assert reasons(items) == [
             *(["one"], ["from json"], "not_successful", "empty_caption", "invalid_utf8", "missing_caption"),
-            *("missing_image", "invalid_json", "invalid_utf8", ["dotted"], "duplicate_key"),
+            *("missing_image", "invalid_json", "invalid_utf8", ["dotted"], "duplicate_key", "duplicate_key"),
         ]
         assert [item.key for item in items][:2] == ["x.tar/000", "x.tar/001"]
         assert bare(items)[9] == ("x.tar/a/b", IMAGE, ["dotted"], {})
@@ -658,9 +658,9 @@ class TestParquet:
         ]
         assert "img2dataset" in items[5].detail
         assert items[1].metadata == {"image_path": "sub/b.png", "tags": ["x", "y"]}
-        names = [str(tmp_path / "set" / "a.png"), "../a.png"]
-        write_parquet(tmp_path / "set" / "tables" / "x.parquet", {"file_name": names, "caption": ["x"] * 2})
-        assert [item.image for item in read(tmp_path / "set" / "*" / "*.parquet")] == [IMAGE + b"set/a.png"] * 2
+        names = [str(tmp_path / "set" / "sub" / "b.png"), "b.png"]
+        write_parquet(tmp_path / "set" / "sub" / "x.parquet", {"file_name": names, "caption": ["x"] * 2})
+        assert [item.image for item in read(tmp_path / "set" / "*" / "*.parquet")] == [IMAGE + b"set/sub/b.png"] * 2
         structs = pa.array(
             [{"bytes": None, "path": "a.png"}], pa.struct([("bytes", pa.binary()), ("path", pa.string())])
         )

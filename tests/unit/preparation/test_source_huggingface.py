@@ -61,7 +61,7 @@ class TestOnDisk:
 
     def test_more_files_than_detection_looks_at(self, dataset, tmp_path, monkeypatch):
         dataset.save_to_disk(tmp_path / "saved", num_shards=3)
-        monkeypatch.setattr(detection, "_LOOKED_AT", 4)
+        monkeypatch.setattr(detection, "LOOKED_AT", 4)
         monkeypatch.setattr(detection, "list_folder", lambda path: sorted(list_folder(path), reverse=True))
         check(read(tmp_path / "saved"), "saved/data-00000-of-00003.arrow#0")
         (tmp_path / "saved" / "data-00000-of-00003.arrow").unlink()
