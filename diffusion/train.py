@@ -66,6 +66,7 @@ from diffusion.models.autoencoder import AutoencoderTraining, initialise_logvar
 from diffusion.models.build import build_model, load_weights
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.lora import add_lora
+from diffusion.models.networks import cast_positions
 from diffusion.models.pretrained import is_pipeline, is_single_file, read_vae
 from diffusion.models.tokenizers import caption_tokenizer
 from diffusion.operations.checks.data import (
@@ -255,6 +256,8 @@ def build_training_model(config: Config, device: Device, *, is_new: bool = True)
     fast.apply(model.network, config.performance, device)
     if config.trainer.activation_checkpointing:
         model.network.enable_gradient_checkpointing()
+        if config.trainer.parallelism is Parallelism.fsdp and config.trainer.precision in AUTOCAST_DTYPES:
+            cast_positions(model.network, AUTOCAST_DTYPES[config.trainer.precision])
     if is_new and config.init_from is not None:
         check_objective(config)
         with error_context("init_from.checkpoint"):

@@ -65,3 +65,12 @@ def take_whole_timesteps(network: Network) -> None:
 
     if isinstance(network, PRXTransformer2DModel):
         network.register_forward_pre_hook(scale, with_kwargs=True)
+
+
+def cast_positions(network: Network, dtype: torch.dtype) -> None:
+    """Compute the rotary positions of a transformer in a dtype that FSDP2 would cast them to.
+
+    FSDP2 of torch 2.11 casts the inputs of a block in the forward pass, and not in its recomputation.
+    """
+    if isinstance(network, PRXTransformer2DModel):
+        network.pe_embedder.register_forward_hook(lambda module, positions, table: table.to(dtype))

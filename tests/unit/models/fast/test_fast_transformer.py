@@ -1,14 +1,22 @@
 """A transformer made fast has the names, results and gradients of the plain one, and one graph for all its blocks."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
+from composer.core import Precision
 from torch import Tensor, nn
 
+from diffusion.checkpointing.save import local_shard
+from diffusion.config.loading import load_config
 from diffusion.config.model import Architecture, AttentionBackend, Compilation, ModelConfig, PerformanceConfig
 from diffusion.config.training import Device
+from diffusion.config.training import Precision as TrainPrecision
 from diffusion.models import fast
 from diffusion.models.architectures import build_network, with_seed
+from diffusion.train import build_training_model
+from tests.unit.models.fast.test_fast_unet import process_group, shard  # noqa: F401
 
 SMALL = ModelConfig(
     architecture=Architecture.tiny_transformer,
@@ -69,3 +77,31 @@ def test_the_backend_that_is_asked_for_computes_the_attention(monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", look)
     loss_of(build(PerformanceConfig(attention=AttentionBackend.math)))
     assert set(found) == {(True, False)}
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("compilation", ["none", "blocks"])
+def test_recomputation_under_fsdp_in_bf16_keeps_the_gradients(monkeypatch, compilation):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+
+    def gradients(recomputes: str) -> list[Tensor]:
+        config = load_config(
+            "tests/tools/toy.yaml",
+            [
+                "model={architecture: tiny_transformer, network: {}}",
+                f"performance.compilation={compilation}",
+                f"trainer.activation_checkpointing={recomputes}",
+            ],
+        )
+        config.model.network = dict(SMALL.network)
+        config.trainer.precision = TrainPrecision.amp_bf16
+        network = build_training_model(config, Device.cpu).network
+        shard(network, Precision.AMP_BF16)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(network)
+        loss.backward()
+        return [local_shard(parameter.grad) for parameter in network.parameters() if parameter.grad is not None]
+
+    plain, recomputed = gradients("false"), gradients("true")
+    assert len(plain) == len(recomputed) > 20
+    torch.testing.assert_close(recomputed, plain, rtol=2e-2, atol=1e-4)
