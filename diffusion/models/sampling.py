@@ -36,7 +36,7 @@ NoiseScheduler = DDPMScheduler | FlowMatchEulerDiscreteScheduler
 class DDIM(DDIMScheduler):
     """DDIM whose n timesteps are spread over the whole schedule, also where n does not divide its length T."""
 
-    def set_timesteps(self, num_inference_steps: int, device: str | torch.device | None = None) -> None:
+    def set_timesteps(self, num_inference_steps: int, device: Any = None) -> None:
         """Space the timesteps by T / n; diffusers rounds this down, or takes one more step."""
         super().set_timesteps(num_inference_steps, device)
         length, indices = self.config["num_train_timesteps"], np.arange(num_inference_steps)
@@ -78,7 +78,7 @@ class HeunScheduler(FlowMatchHeunDiscreteScheduler):
 
     init_noise_sigma = 1.0
 
-    def set_timesteps(self, num_inference_steps: int, device: str | torch.device | None = None) -> None:
+    def set_timesteps(self, num_inference_steps: int, device: Any = None) -> None:
         """Space n steps evenly from 1 to 0 before the shift; those of diffusers are n - 1 and a tiny one.
 
         The network's last timestep is the first one of training.
@@ -96,9 +96,10 @@ class HeunScheduler(FlowMatchHeunDiscreteScheduler):
             self.sample, self.prev_derivative = sample.float(), model_output
             self.dt = float(self.sigmas[self._step_index + 1] - self.sigmas[self._step_index])
             return ((self.sample + self.dt * model_output).to(model_output.dtype),)
-        velocity, step = (self.prev_derivative + model_output) / 2, self.dt
+        assert self.dt is not None
+        corrected = self.sample + self.dt * (self.prev_derivative + model_output) / 2
         self.dt, self._step_index = None, self._step_index + 1
-        return ((self.sample + step * velocity).to(model_output.dtype),)
+        return (corrected.to(model_output.dtype),)
 
     def scale_model_input(self, sample: Tensor, timestep: Tensor) -> Tensor:
         """Return the input of the network as it is."""
