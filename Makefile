@@ -35,6 +35,9 @@ PYTEST = $(BIN)/python -m pytest $(TESTS) -n $(JOBS) --dist loadfile --no-loadsc
 # Without bytecode each start compiles 5,000 modules again, which takes longer than all else about it.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Threads of OpenMP that wait without sleeping take the cores of other processes: where two share them, for ten times as long.
+export OMP_WAIT_POLICY ?= passive
+
 .PHONY: install lock demo test test-slow test-lowest audit lint format docs clean help
 
 help:              ## list the targets

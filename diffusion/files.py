@@ -3,6 +3,7 @@
 Nothing else in this package writes a file beside its name and renames it, or takes a lock of the kernel.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -130,6 +131,9 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:  # CIFS and some FUSE file systems cannot do it for folders.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 

@@ -17,7 +17,7 @@ from diffusion.checkpointing.roll_back import Rollback, decide, is_wrong, read_r
 from diffusion.config.operations import GuardConfig
 from diffusion.datasets.bad_images import FILE, BadImage, check_bad_images, read_bad_images
 from diffusion.datasets.dataset import TextImageDataset, TrainingDataset
-from diffusion.distributed import agree, broadcast
+from diffusion.distributed import agree, on_first_rank
 from diffusion.errors import PreemptedError
 from diffusion.files import append_json_lines
 
@@ -50,8 +50,8 @@ class LossGuard(Callback):
         self._before: deque[float] = deque(maxlen=guard.spike_window)
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Read the skipped steps from the record."""
-        self._record = broadcast(read_rollbacks(self.run) if dist.get_global_rank() == 0 else [])
+        """Read the skipped steps from the record; a DataError on all ranks if it is damaged."""
+        self._record = on_first_rank(lambda: read_rollbacks(self.run))
         self._skipped.update(step for rollback in self._record for step in rollback.skipped)
 
     def after_train_batch(self, state: State, logger: Logger) -> None:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from diffusion.checkpointing.layout import batch_of, list_checkpoints, remove_checkpoint
 from diffusion.config.operations import GuardConfig
-from diffusion.distributed import agree, broadcast, local_rank, rank
-from diffusion.errors import MachineError, UserError
+from diffusion.distributed import agree, local_rank, on_first_rank, rank
+from diffusion.errors import DataError, MachineError, UserError
 from diffusion.files import append_json_lines, read_json, read_json_lines, write_json
 
 if TYPE_CHECKING:  # A supervisor reads requests without torch and Composer.
@@ -103,14 +103,15 @@ def request_rollback(run: Path, rollback: Rollback) -> None:
 
 
 def read_request(run: Path) -> Rollback | None:
-    """Read the rollback that the next start carries out."""
+    """Read the rollback that the next start carries out; a DataError if the request is damaged."""
     path = run / REQUEST
-    return _from_row(read_json(path)) if path.is_file() else None
+    return _from_row(read_json(path), path) if path.is_file() else None
 
 
 def read_rollbacks(run: Path) -> list[Rollback]:
-    """Read all rollbacks that a run has carried out."""
-    return [_from_row(row) for row in read_json_lines(run / RECORD) if row is not None]
+    """Read all rollbacks that a run has carried out; a DataError if a row is none."""
+    path = run / RECORD
+    return [_from_row(row, path) for row in read_json_lines(path) if row is not None]
 
 
 def record_rollback(run: Path, rollback: Rollback) -> None:
@@ -120,8 +121,11 @@ def record_rollback(run: Path, rollback: Rollback) -> None:
     (run / REQUEST).unlink()
 
 
-def _from_row(fields: dict[str, Any]) -> Rollback:
-    return Rollback(**{**fields, "skipped": tuple(fields["skipped"])})
+def _from_row(fields: Any, path: Path) -> Rollback:
+    try:
+        return Rollback(**{**fields, "skipped": tuple(fields["skipped"])})
+    except (TypeError, KeyError) as error:
+        raise DataError(f"{path} is damaged, it holds no rollback: {error}. Remove it, or restore it") from error
 
 
 # The next start
@@ -136,9 +140,10 @@ def roll_back(storage: "CheckpointStorage", *, keeps_all: bool) -> None:
             oldest one stays, though it is after the limit.
 
     Raises:
+        DataError: the request is damaged.
         MachineError: a checkpoint cannot be removed.
     """
-    rollback = broadcast(read_request(storage.run) if rank() == 0 else None)
+    rollback = on_first_rank(lambda: read_request(storage.run))
     if rollback is None:
         return
     remote, limit = storage.remote, rollback.limit
@@ -162,8 +167,7 @@ def roll_back(storage: "CheckpointStorage", *, keeps_all: bool) -> None:
     agree(lambda: remove_local() if removes else None)
     if remote is not None:
         agree(lambda: remove_remote(remote) if rank() == 0 else None, takes_long=True)
-    if rank() == 0:
-        record_rollback(storage.run, rollback)
+    on_first_rank(lambda: record_rollback(storage.run, rollback))
 
 
 def _rejected(checkpoints: list[Path], limit: int, may_begin_anew: bool) -> list[Path]:

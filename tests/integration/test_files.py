@@ -1,10 +1,13 @@
 """Files that are whole or absent, and locks between processes."""
 
+import errno
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -104,6 +107,24 @@ def test_content_is_on_the_disk_before_the_name(tmp_path, monkeypatch):
     with atomic_path(tmp_path / "d", durable=False) as partial:
         partial.write_text("cache")
     assert events == ["rename"]
+
+
+@pytest.mark.parametrize(
+    ("number", "of_folders"), [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, True), (errno.EINVAL, False)]
+)
+def test_a_file_system_without_sync_of_folders_is_written_to(tmp_path, monkeypatch, number, of_folders):
+    sync = os.fsync
+
+    def fail(file: int) -> None:
+        if stat.S_ISDIR(os.fstat(file).st_mode) is of_folders:
+            raise OSError(number, os.strerror(number))
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    is_fatal = number == errno.EIO or not of_folders
+    with pytest.raises(OSError, match=os.strerror(number)) if is_fatal else nullcontext():
+        write_atomically(tmp_path / "a", "content")
+    assert is_fatal or names(tmp_path) == ["a"]
 
 
 def test_json(tmp_path):

@@ -14,7 +14,7 @@ from composer.utils import dist
 from diffusion.callbacks.guards import SKIPPED, LossGuard, RolledBackError
 from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.read import StoredState
-from diffusion.checkpointing.roll_back import read_request, read_rollbacks
+from diffusion.checkpointing.roll_back import RECORD, REQUEST, read_request, read_rollbacks
 from diffusion.config.operations import GuardConfig
 from diffusion.operations.heartbeats import Phase, read_heartbeats
 from diffusion.randomness import sample_address
@@ -139,3 +139,14 @@ def test_the_samples_of_a_wrong_loss_are_named(server, shapes, tmp_path):
     assert named == sorted(int(number) for step, *numbers in lines if step == "3" for number in numbers)
     assert {row["step"] for row in rows} == {3}
     assert all((shapes / "latents-32" / "train" / row["stream"] / row["shard"]).is_file() for row in rows)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("name", [REQUEST, RECORD])
+def test_a_damaged_file_of_rollbacks_is_one_message_on_all_ranks(server, tmp_path, name):
+    server.train(2, [run(tmp_path, "trainer.max_duration=2ba", "algorithms.ema=null")])
+    (tmp_path / name).write_text('{"step": 1}\n')
+    job = server.run(2, [run(tmp_path, "trainer.max_duration=3ba", "algorithms.ema=null")])
+    assert job.codes == [2, 2], job.output
+    assert job.output.count("DataError") == 1
+    assert str(tmp_path / name) in job.output

@@ -7,6 +7,7 @@ import pytest
 
 from diffusion.checkpointing.roll_back import (
     RECORD,
+    REQUEST,
     DivergenceError,
     Rollback,
     decide,
@@ -17,6 +18,7 @@ from diffusion.checkpointing.roll_back import (
     request_rollback,
 )
 from diffusion.config.operations import GuardConfig
+from diffusion.errors import DataError
 
 FIRST = Rollback(step=10, loss="nan", limit=9, time=1.0)
 
@@ -77,3 +79,10 @@ def test_a_rollback_is_recorded_once_however_often_carrying_it_out_is_interrupte
     request_rollback(tmp_path, second)
     record_rollback(tmp_path, second)
     assert (read_request(tmp_path), read_rollbacks(tmp_path)) == (None, [FIRST, second])
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"step": 1, "skipped": []}', '{"skipped": null}'])
+def test_a_damaged_request_is_named(tmp_path, content):
+    (tmp_path / REQUEST).write_text(content)
+    with pytest.raises(DataError, match=REQUEST):
+        read_request(tmp_path)
