@@ -202,7 +202,7 @@ def record_of_files(
 
 
 def is_failed(metadata: Mapping[str, Any]) -> bool:
-    """Whether img2dataset could not download an image; other columns named `status` say nothing of that."""
+    """Check for an image that img2dataset could not download; other columns named `status` say nothing of that."""
     return str(metadata.get("status")).startswith("failed_to_")
 
 
@@ -231,7 +231,7 @@ def _captions(text: bytes | None, metadata: dict[str, Any], column: str | None) 
 
 
 def has_text(captions: Any) -> bool:
-    """Whether a text, or one of a list, is more than white space."""
+    """Check that a text, or one of a list, is more than white space."""
     listed = captions if isinstance(captions, list) else [captions]
     return any(isinstance(text, str) and bool(text.strip()) for text in listed)
 

@@ -37,7 +37,7 @@ def read_lines(
     Args:
         uri: the table.
         root: folder of the source.
-        limit: the most bytes of a line.
+        limit: maximum number of bytes of a line.
         file_column: column of the file names; None for the usual names.
         caption_column: column of the captions; None for the usual names.
 

@@ -210,7 +210,7 @@ def _unfit(uri: str) -> Iterator[None]:
 
 
 def leads_out(path: str) -> bool:
-    """Whether a path that a table holds leads out of the table's folder."""
+    """Check whether a path in a table leads out of the table's folder."""
     name = posixpath.normpath(path)
     return name.startswith(("../", "/")) or name == ".."
 

@@ -28,7 +28,7 @@ from diffusion.storage import shown
 IMAGE_COLUMNS = ("image", "jpg", "png", "webp", "image_bytes", "image_path", "file_name", "path")
 CAPTION_COLUMNS = ("caption", "captions", "text", "prompt")
 
-_LEAST_BASE64 = 48
+_MIN_BASE64 = 48
 """Bytes of the smallest image in base64: a shorter text is a path."""
 
 BATCH_ROWS = 32
@@ -202,11 +202,11 @@ def _decode_base64(text: str) -> bytes | None:
         image = base64.b64decode(text.partition(";base64,")[2] if text.startswith("data:") else text, validate=True)
     except ValueError:
         return None
-    return image if len(image) >= _LEAST_BASE64 and file_format(image) != "other" else None
+    return image if len(image) >= _MIN_BASE64 and file_format(image) != "other" else None
 
 
 def _has_text(scalar: Any, limit: int) -> bool:
-    """Whether a caption is more than white space; one of more bytes than `limit` is."""
+    """Check that a caption is more than white space; one of more bytes than `limit` is."""
     return _bytes_of(scalar) > limit or has_text(_value_of(scalar))
 
 
@@ -256,7 +256,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _is_caption(kind: pa.DataType) -> bool:
-    """Whether a column can hold captions: texts, lists of texts, or nothing at all, of which the type is null."""
+    """Check that a column can hold captions: texts, lists of texts, or nothing at all, of which the type is null."""
     kind = kind.value_type if _is_list(kind) else kind
     return _is_text(kind) or pa.types.is_null(kind)
 

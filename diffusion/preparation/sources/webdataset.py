@@ -30,7 +30,7 @@ _HEADER_BYTES = 2**20
 """Largest extended header (long names, PAX)."""
 
 _MAX_PARTS = 16
-"""Images of names with further dots that are held until their sample ends."""
+"""Maximum number of images with further dots in their names, held until their sample ends."""
 
 _COMPRESSIONS: tuple[tuple[bytes, Any], ...] = ((b"\x1f\x8b", gzip), (b"BZh", bz2), (b"\xfd7zXZ\0", lzma))
 
@@ -200,7 +200,7 @@ class WebDatasetSource(Source):
 
 
 def _stands_alone(sample: _Sample, part: _Sample) -> bool:
-    """Whether a part is a sample of its own; the members of one that is none are added to the sample."""
+    """Check whether a part is a sample of its own; the members of one that is none are added to the sample."""
     middle = part.stem.removeprefix(f"{sample.stem}.")
     if part.problem or (part.image and (len(part.contents) > 1 or not (sample.image or sample.contents))):
         return True
