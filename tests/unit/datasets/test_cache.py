@@ -119,15 +119,14 @@ def test_a_cache_holds_whole_shards_under_their_names(
 
 def test_a_damaged_compressed_shard_in_the_cache_is_fetched_again(tmp_path: Path) -> None:
     root = write_compressed(tmp_path / "remote")
-    folder = tmp_path / "cache"
-    shutil.copytree(root, folder)
-    flip(folder / "a" / "shard.00000.mds.zstd")
-    assert len(read(open_loader(folder, root, validate_hash="xxh64"))) == 1
-    shutil.rmtree(folder)
+    damaged, empty = tmp_path / "damaged", tmp_path / "empty"
+    shutil.copytree(root, damaged)
+    flip(damaged / "a" / "shard.00000.mds.zstd")
+    assert len(read(open_loader(damaged, root, validate_hash="xxh64"))) == 1
     flip(root / "a" / "shard.00000.mds.zstd")
     with pytest.raises(DataError, match=r"shard.00000.mds.zstd is damaged"):
-        read(open_loader(folder, root, validate_hash="xxh64"))
-    wait_until(lambda: shards_in(folder / "a") == [])  # Another thread may fetch it, too.
+        read(open_loader(empty, root, validate_hash="xxh64"))
+    wait_until(lambda: shards_in(empty / "a") == [])  # Another thread may fetch it, too.
 
 
 def test_a_compressed_original_is_unpacked_and_kept(tmp_path: Path) -> None:
