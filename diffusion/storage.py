@@ -1,9 +1,10 @@
 """Files by URI: paths, `s3://bucket/key` (or any store that speaks S3), web servers, and what fsspec reaches.
 
-Every function makes several attempts while a store does not answer, with growing pauses, and raises one of four errors:
-`MissingFileError`, `ForbiddenFileError`, `UnavailableError` (the attempts are used up) and `DataError` (the URI or the
-content is wrong). Messages name the URI without user, password and query, and hold no text of a library, which could
-hold credentials. Nothing else in this package opens a boto3 client for S3. Only paths and S3 are written to.
+Every function makes several attempts while a store does not answer, with growing pauses, and raises one of five errors:
+`MissingFileError`, `ForbiddenFileError`, `ChangedFileError`, `UnavailableError` (the attempts are used up) and
+`DataError` (the URI or the content is wrong). Messages name the URI without user, password and query, and hold no text
+of a library, which could hold credentials. Nothing else in this package opens a boto3 client for S3. Only paths and S3
+are written to.
 
 Credentials are never part of a URI. S3 takes them from the profile of the AWS configuration files that `Access` names,
 else from where boto3 finds them; a public bucket needs none. Web servers take them from `~/.netrc`.
@@ -56,7 +57,10 @@ _FSSPEC = ("file", "gs", "gcs", "hf", "az", "abfs", "memory")
 _STREAMING = ("gs", "oci", "azure", "azure-dl", "sftp", "dbfs", "dbfs-uc", "alipan")
 """Schemes whose downloads Streaming's own clients make: their packages are installed with it."""
 
-_PASSING_CODES = ("SlowDown", "RequestTimeout", "Throttling", "ThrottlingException", "RequestTimeTooSkewed")
+_PASSING_CODES = (
+    *("SlowDown", "RequestTimeout", "Throttling", "ThrottlingException", "RequestTimeTooSkewed"),
+    "ConditionalRequestConflict",  # Two conditional writes of one object at a time.
+)
 _CREDENTIAL_CODES = (
     *("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "TokenRefreshRequired"),
     "AuthorizationHeaderMalformed",
@@ -80,6 +84,10 @@ class MissingFileError(_FileError, DataError, FileNotFoundError):
 
 class ForbiddenFileError(_FileError, MachineError, PermissionError):
     """A file exists, or may exist, but access with these credentials is denied."""
+
+
+class ChangedFileError(_FileError, DataError):
+    """A file has another version than the one that was asked for."""
 
 
 class UnavailableError(MachineError):
@@ -228,6 +236,31 @@ def write(uri: str, content: bytes, access: Access | None = None) -> None:
         path = Path(uri)
         with atomic_path(path, partial=unique_partial(path)) as partial:  # Two workers may write the same file.
             partial.write_bytes(content)
+
+
+def read_version(uri: str, access: Access | None = None) -> tuple[bytes, str]:
+    """Read an object of S3 and its version."""
+    return _attempt(uri, access, lambda store: _s3(store).read_version(uri))
+
+
+def replace(uri: str, content: bytes, version: str | None, access: Access | None = None) -> str:
+    """Write an object of S3 if it has a version still, None for none, and return its new version.
+
+    A store that does not know conditions writes it in any case.
+
+    Raises:
+        ChangedFileError: it has another version. If an answer was lost, that may be the one of an earlier attempt.
+    """
+    return _attempt(uri, access, lambda store: _s3(store).replace(uri, content, version))
+
+
+def delete_version(uri: str, version: str, access: Access | None = None) -> None:
+    """Delete an object of S3 if it has a version still.
+
+    Raises:
+        ChangedFileError: it has another version.
+    """
+    _attempt(uri, access, lambda store: _s3(store).delete_version(uri, version))
 
 
 def write_json(uri: str, value: Any) -> None:
@@ -392,8 +425,8 @@ def _forbidden(uri: str) -> ForbiddenFileError:
     return ForbiddenFileError(errno.EACCES, "access denied", shown(uri))
 
 
-def _changed(uri: str) -> DataError:
-    return DataError(f"{shown(uri)} was changed while it was read; start again when nothing writes there")
+def _changed(uri: str) -> ChangedFileError:
+    return ChangedFileError(f"{shown(uri)} was changed while it was read; start again when nothing writes there")
 
 
 def _unavailable(uri: str, error: Exception | str | int) -> UnavailableError:
@@ -470,6 +503,20 @@ class _S3Store:
     def write(self, uri: str, content: bytes) -> None:
         with self._errors(uri):
             self._client().put_object(**_object(uri), Body=content)
+
+    def read_version(self, uri: str) -> tuple[bytes, str]:
+        with self._errors(uri):
+            answer = self._client().get_object(**_object(uri))
+            return answer["Body"].read(), answer["ETag"].strip('"')
+
+    def replace(self, uri: str, content: bytes, version: str | None) -> str:
+        condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": f'"{version}"'}
+        with self._errors(uri):
+            return self._client().put_object(**_object(uri), Body=content, **condition)["ETag"].strip('"')
+
+    def delete_version(self, uri: str, version: str) -> None:
+        with self._errors(uri):
+            self._client().delete_object(**_object(uri), IfMatch=f'"{version}"')
 
     def upload(self, path: Path, uri: str) -> None:
         from boto3.s3.transfer import TransferConfig

@@ -81,7 +81,7 @@ from diffusion.operations.checks.gpu import computes_bf16
 from diffusion.operations.checks.machine import check_machines
 from diffusion.operations.costs import BudgetSpentError
 from diffusion.operations.heartbeats import heartbeat_folder
-from diffusion.operations.lease import leased
+from diffusion.operations.lease import leased, leased_checkpoints
 from diffusion.optimizers import build_muon, warmup_stable_decay
 from diffusion.plugins import IndexedDataset, build_plugin, build_plugins, check_plugins
 from diffusion.sharding import fsdp_config
@@ -115,7 +115,11 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
     agree(lambda: check_plugins(config.plugins))
     folder = Path(config.output_folder).expanduser()
     agree(lambda: record_config(folder, config, overwrite=False))
-    with leased(folder) as lease, Heartbeat(heartbeat_folder(config, folder), lease) as heartbeat:
+    with (
+        leased(folder) as lease,
+        leased_checkpoints(config.trainer.checkpoint_folder, timeout=config.trainer.store_timeout),
+        Heartbeat(heartbeat_folder(config, folder), lease) as heartbeat,
+    ):
         check_machines(config, device)
         files = read_stream_files(config)
         agree(lambda: check_streams(config, files))

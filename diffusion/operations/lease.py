@@ -1,8 +1,11 @@
 """Leases: one start of a run at a time, and one watcher for each checkpoint, on any host.
 
 A lock of the kernel is not enough: not every shared file system passes it on to other hosts, and it does not name its
-holder. So a process creates and renews a file, and others take it over when it is not renewed any more. Of a run, rank
-0 does so, and every rank checks that the file still belongs to its own start.
+holder. So a process creates and renews a file, or an object of S3, and others take it over when it is not renewed any
+more. Of a run, rank 0 does so, and every rank checks that the file in the run folder still belongs to its own start.
+
+An object is written on condition that its version is the known one, or that there is none. In a store that ignores
+conditions two starts of the same moment may both hold a lease; the next renewal ends one of them.
 """
 
 import json
@@ -13,22 +16,29 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
+from diffusion import storage
 from diffusion.distributed import USER_ERROR_EXIT_CODE, agree, broadcast, rank
-from diffusion.errors import MachineError
+from diffusion.errors import MachineError, UserError
+from diffusion.files import unique_partial
 from diffusion.operations import timeouts
 from diffusion.operations.processes import ProcessRecord, is_alive
+from diffusion.storage import FIRST_CONTACT, Access, ChangedFileError, MissingFileError
 
 log = logging.getLogger(__name__)
 
 LEASE_FILE = "lease.json"
-"""File in the run folder during a start of the run."""
+"""File in the run folder, and in `trainer.checkpoint_folder`, during a start of the run."""
 
 _RECORD_BYTES = 512
 """Constant size of the file: a renewal needs no space on a full disk."""
+
+_SETTLING = 0.5
+"""Seconds between the takeover of a file and a look whether it was the last one of the same moment."""
 
 _HOST = socket.gethostname()
 _PROC = Path("/proc/self/ns/pid")
@@ -46,34 +56,127 @@ class Holder(ProcessRecord):
     """Random identity of the lease."""
 
 
-class Lease:
-    """Lease of this process or, without an open file, of rank 0 of its job, which renews it."""
+class _Record(Protocol):
+    """Stored content of a lease. Each method may raise an OSError or a UserError."""
 
-    def __init__(self, path: Path, holder: Holder, descriptor: int | None) -> None:
+    def read(self) -> bytes | None:
+        """Read the content; None if there is none."""
+        ...
+
+    def take(self, content: bytes, previous: bytes | None) -> bool:
+        """Write a content in place of the one that was read last; return False if that has changed meanwhile."""
+        ...
+
+    def renew(self, content: bytes) -> None:
+        """Write the next content of the same lease, after `read`."""
+        ...
+
+    def remove(self) -> None:
+        """Remove the own content, after `read`."""
+        ...
+
+
+class _FileRecord:
+    """File that stays open while its lease is held; its constant size needs no space on a full disk."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    def read(self) -> bytes | None:
+        try:
+            return self._path.read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def take(self, content: bytes, previous: bytes | None) -> bool:
+        path = self._path if previous is None else unique_partial(self._path)
+        try:
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        except FileExistsError:
+            return False
+        self.renew(content)
+        if previous is not None:
+            path.replace(self._path)
+            time.sleep(_SETTLING)  # Another process may have replaced it at the same moment.
+        return self.read() == content
+
+    def renew(self, content: bytes) -> None:
+        assert self._descriptor is not None
+        os.pwrite(self._descriptor, content, 0)
+        os.fsync(self._descriptor)  # Other hosts see it then.
+
+    def remove(self) -> None:
+        assert self._descriptor is not None
+        os.close(self._descriptor)
+        self._path.unlink()
+
+
+class _ObjectRecord:
+    """Object of S3, written and removed on condition that its version is the one that was read or written last."""
+
+    def __init__(self, uri: str, access: Access | None) -> None:
+        self._uri, self._access = uri, access
+        self._version: str | None = None
+
+    def __str__(self) -> str:
+        return storage.shown(self._uri)
+
+    def read(self) -> bytes | None:
+        try:
+            content, self._version = storage.read_version(self._uri, self._access)
+        except MissingFileError:
+            content, self._version = None, None
+        return content
+
+    def take(self, content: bytes, previous: bytes | None) -> bool:
+        try:
+            self.renew(content)
+        except (ChangedFileError, MissingFileError):
+            return self.read() == content  # It is there when the answer to the first attempt was lost.
+        return True
+
+    def renew(self, content: bytes) -> None:
+        self._version = storage.replace(self._uri, content, self._version, self._access)
+
+    def remove(self) -> None:
+        assert self._version is not None
+        with suppress(ChangedFileError, MissingFileError):
+            storage.delete_version(self._uri, self._version, self._access)
+
+
+class Lease:
+    """Lease of this process, or of another one of its job, which renews it."""
+
+    def __init__(self, record: _Record, holder: Holder, *, is_own: bool) -> None:
         self.holder = holder
-        self._path, self._descriptor = path, descriptor
+        self._record, self._is_own = record, is_own
         self._num_renewals = 0
-        self._is_confirmed, self._confirmed_at = descriptor is not None, time.monotonic()
+        self._is_confirmed, self._confirmed_at = is_own, time.monotonic()
 
     def renew(self) -> None:
-        """Renew the lease in the process that has its file; in all, check that it still belongs to this job.
+        """Check that the lease still belongs to this job, and renew it in the process that holds it.
 
         Raises:
             MachineError: another process has taken it over.
         """
         try:
-            if self._descriptor is not None:
+            holder = _holder_of(self._record.read())
+            is_held = holder is not None and holder.token == self.holder.token
+            if is_held and self._is_own:
                 self._num_renewals += 1
-                _write(self._descriptor, self.holder, self._num_renewals)
-            holder, _ = _read(self._path)
-        except OSError as error:
-            log.warning("the lease %s cannot be renewed: %s", self._path, error.strerror)
+                self._record.renew(_content(self.holder, self._num_renewals))
+        except (OSError, UserError) as error:
+            log.warning("the lease %s cannot be renewed: %s", self._record, error)
             return
-        if holder is not None and holder.token == self.holder.token:
+        if is_held:
             self._is_confirmed, self._confirmed_at = True, time.monotonic()
         elif holder is not None and self._is_confirmed:  # An unshared folder of another node may contain an old one.
             raise MachineError(
-                f"process {holder.pid} on {holder.host} has taken over the lease {self._path}, which was not renewed "
+                f"process {holder.pid} on {holder.host} has taken over the lease {self._record}, which was not renewed "
                 "for a while: this process ends"
             )
 
@@ -87,20 +190,29 @@ class Lease:
             self.renew()
 
     def release(self) -> None:
-        """Give the lease back."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            with suppress(OSError):
-                if (holder := _read(self._path)[0]) is not None and holder.token == self.holder.token:
-                    self._path.unlink()
+        """Give the lease back, if this process holds it."""
+        if self._is_own:
+            self._is_own = False
+            with suppress(OSError, UserError):
+                holder = _holder_of(self._record.read())
+                if holder is not None and holder.token == self.holder.token:
+                    self._record.remove()
 
 
 class Applicant:
-    """Asks for a lease again and again, and observes its holder meanwhile."""
+    """Asks for a lease again and again, and observes its holder meanwhile.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._content, self._unchanged_since = b"", time.monotonic()
+    Args:
+        location: a file, or the URI of an object of S3.
+        access: how the store is reached.
+    """
+
+    def __init__(self, location: Path | str, access: Access | None = None) -> None:
+        self.record: _Record = _FileRecord(location) if isinstance(location, Path) else _ObjectRecord(location, access)
+        """Stored content of the lease."""
+
+        self._content: bytes | None = None
+        self._unchanged_since = time.monotonic()
         self.holder: Holder | None = None
         """Holder of the lease at the last attempt."""
 
@@ -114,31 +226,31 @@ class Applicant:
 
         Raises:
             OSError: the file cannot be written.
+            UserError: the object cannot be written.
         """
+        own = Holder(host=_HOST, namespace=_NAMESPACE, pid=os.getpid(), time=time.time(), token=secrets.token_hex(8))
         while True:
-            with suppress(FileExistsError):
-                descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-                own = {"pid": os.getpid(), "time": time.time(), "token": secrets.token_hex(8)}
-                lease = Lease(self._path, Holder(host=_HOST, namespace=_NAMESPACE, **own), descriptor)
-                _write(descriptor, lease.holder, 0)
-                return lease
-            before, (self.holder, self._content) = self._content, _read(self._path)
+            before, self._content = self._content, self.record.read()
             if self._content != before:
                 self._unchanged_since = time.monotonic()
-            if self.holder is not None and _is_here(self.holder):
+            self.holder = _holder_of(self._content)
+            if self._content is None:
+                is_over = True
+            elif self.holder is not None and _is_here(self.holder):
                 self.is_held = is_alive(self.holder)
                 is_over = not self.is_held
-            else:  # Without a holder it is being created or removed, or damaged.
-                self.is_held = self.holder is not None and before not in (b"", self._content)
+            else:  # Without a holder it is being created, or damaged.
+                self.is_held = self.holder is not None and before not in (None, self._content)
                 is_over = time.monotonic() - self._unchanged_since > timeouts.LEASE
             if not is_over:
                 return None
-            _remove(self._path, self._content)
+            if self.record.take(_content(own, 0), self._content):
+                return Lease(self.record, own, is_own=True)
 
 
 def active_holder(path: Path) -> Holder | None:
     """Return the holder of a lease that is alive: a process of this host, or one that has renewed the lease lately."""
-    holder, _ = _read(path)
+    holder = _holder_of(_FileRecord(path).read())
     if holder is None:
         return None
     if _is_here(holder):
@@ -176,51 +288,79 @@ def held(lease: Lease) -> Iterator[None]:
 
 
 @contextmanager
-def leased(folder: Path) -> Iterator[Lease]:
-    """Hold the lease of a run folder; called by all ranks.
+def leased(folder: Path | str, access: Access | None = None) -> Iterator[Lease]:
+    """Hold the lease of a run folder, or of one of checkpoints, on rank 0; called by all ranks.
+
+    Args:
+        folder: path, or `s3://bucket/prefix`.
+        access: how the store is reached.
 
     Raises:
-        MachineError: another start of the run is active, or the folder cannot be written.
+        MachineError: another start of the run is active, or the folder cannot be written to.
     """
-    path, lease = folder / LEASE_FILE, None
+    path = folder / LEASE_FILE if isinstance(folder, Path) else storage.join(folder, LEASE_FILE)
+    applicant, lease = Applicant(path, access), None
 
     def acquire() -> None:
         nonlocal lease
         try:
-            lease = _await_lease(path)
+            if isinstance(folder, Path):
+                folder.mkdir(parents=True, exist_ok=True)
+            lease = _await_lease(applicant)
         except OSError as error:
-            raise MachineError(f"the lease {path} cannot be written: {error.strerror}") from error
+            raise MachineError(f"the lease {applicant.record} cannot be written: {error.strerror}") from error
 
     agree(lambda: acquire() if rank() == 0 else None, takes_long=True)
     holder = broadcast(lease.holder if lease is not None else None)
     assert holder is not None
-    lease = lease or Lease(path, holder, None)
+    lease = lease or Lease(applicant.record, holder, is_own=False)
     try:
         yield lease
     finally:
         lease.release()
 
 
-def _await_lease(path: Path) -> Lease:
+@contextmanager
+def leased_checkpoints(location: str | None, *, timeout: float) -> Iterator[None]:
+    """Hold and renew the lease of `trainer.checkpoint_folder`, which may be that of starts with other run folders.
+
+    Args:
+        location: path, or `s3://bucket/prefix`; None for a folder in the run folder.
+        timeout: seconds for which requests to a store are repeated, `FIRST_CONTACT` at most.
+
+    Raises:
+        MachineError: another start is active, or the location cannot be written to.
+    """
+    if location is None:
+        yield
+        return
+    folder = location if storage.is_url(location) else Path(location).expanduser()
+    access = Access(seconds=min(timeout, FIRST_CONTACT))
+    with leased(folder, access) as lease, held(lease) if rank() == 0 else nullcontext():
+        yield
+
+
+def _await_lease(applicant: Applicant) -> Lease:
     """Acquire a lease, after its expiry if need be, or prove that its holder is alive."""
-    applicant, is_waiting = Applicant(path), False
+    is_waiting = False
     while (lease := applicant.acquire()) is None:
         if (holder := applicant.holder) is not None:
             if applicant.is_held:
-                raise _already_running(path, holder)
+                raise _already_running(applicant.record, holder)
             if not is_waiting:
                 is_waiting = True
                 message = "process %d on %s holds %s: waiting up to %.0f s for its next renewal"
-                log.warning(message, holder.pid, holder.host, path, timeouts.LEASE)
+                log.warning(message, holder.pid, holder.host, applicant.record, timeouts.LEASE)
         time.sleep(0.5)
     return lease
 
 
-def _already_running(path: Path, holder: Holder) -> MachineError:
+def _already_running(record: _Record, holder: Holder) -> MachineError:
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.time))
     return MachineError(
-        f"the run {path.parent} is running already: process {holder.pid} on {holder.host}, since {began}. End that one "
-        "(SIGTERM saves it) or wait for its end; or set another run_name or output_folder"
+        f"the run is running already: process {holder.pid} on {holder.host} holds {record}, since {began}. End that "
+        "one (SIGTERM saves it) or wait for its end; or set another run_name, output_folder or "
+        "trainer.checkpoint_folder"
     )
 
 
@@ -228,32 +368,16 @@ def _is_here(holder: Holder) -> bool:
     return (holder.host, holder.namespace) == (_HOST, _NAMESPACE)
 
 
-def _remove(path: Path, content: bytes) -> None:
-    """Remove an expired lease, but not the one with which another start has replaced it meanwhile."""
-    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    with suppress(FileNotFoundError):
-        path.rename(aside)
-        if aside.read_bytes() == content:
-            aside.unlink()
-        else:
-            aside.rename(path)
-
-
-def _write(descriptor: int, holder: Holder, num_renewals: int) -> None:
+def _content(holder: Holder, num_renewals: int) -> bytes:
     content = json.dumps({**asdict(holder), "count": num_renewals}).encode()
-    os.pwrite(descriptor, content.ljust(_RECORD_BYTES - 1) + b"\n", 0)
-    os.fsync(descriptor)  # Other hosts see it then.
+    return content.ljust(_RECORD_BYTES - 1) + b"\n"
 
 
-def _read(path: Path) -> tuple[Holder | None, bytes]:
-    """Read a lease: its holder, None without a complete one, and the bytes of the file."""
+def _holder_of(content: bytes | None) -> Holder | None:
+    """Return the holder that a content names; None without a complete one."""
     try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return None, b""
-    try:
-        fields = json.loads(content)
+        fields = json.loads(content or b"")
         del fields["count"]
-        return Holder(**fields), content
+        return Holder(**fields)
     except (ValueError, TypeError, KeyError):
-        return None, content
+        return None

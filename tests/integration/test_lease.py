@@ -6,16 +6,24 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from boto3.session import Session
+from moto.server import ThreadedMotoServer
 
+from diffusion import storage
 from diffusion.checkpointing.find import find_checkpoints
 from diffusion.checkpointing.layout import batch_of
 from diffusion.errors import MachineError
-from diffusion.operations import timeouts
-from diffusion.operations.lease import LEASE_FILE, leased
+from diffusion.operations import lease, timeouts
+from diffusion.operations.lease import LEASE_FILE, Applicant, leased
+from tests.tools.s3_server import s3_process, s3_server
 from tests.tools.training_runs import Job, Run
+
+__all__ = ["s3_process", "s3_server"]
 
 pytestmark = pytest.mark.slow
 
@@ -70,6 +78,80 @@ def test_all_ranks_end_when_another_start_has_taken_the_run_over(server, tmp_pat
     assert 2 in codes
     assert all(codes)
     assert json.loads((run / LEASE_FILE).read_text()) == taken, "it stays the other start's"
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize("place", ["folder", "store"])
+def test_a_second_start_with_the_same_checkpoints_and_another_run_folder_is_refused(server, s3_server, tmp_path, place):
+    location = "s3://tests/leased" if place == "store" else str(tmp_path / "checkpoints")
+    script, options = endless(tmp_path / "first")
+    shared = [f"trainer.checkpoint_folder={location}"]
+    first = server.start_training(1, [(script, options + shared)])
+    first.wait_for(lambda: any(name.startswith("ep0") for name in storage.list_files(location)))
+    second = server.run(1, [(script, [*options, f"output_folder={tmp_path / 'second'}", *shared])])
+    assert second.codes == [2]
+    assert f"process {first.pids[0]} on {socket.gethostname()}" in second.output
+    assert first.poll() is None
+    os.kill(first.pids[0], signal.SIGTERM)
+    assert first.finish().codes == [75]
+    assert LEASE_FILE not in storage.list_files(location)
+
+
+@pytest.fixture
+def moto_bucket(monkeypatch) -> Iterator[str]:
+    """Bucket of a server that knows conditional requests, as s3rver does not."""
+    server = ThreadedMotoServer(port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    monkeypatch.setenv("S3_ENDPOINT_URL", f"http://{host}:{port}")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    client = Session().client("s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1")
+    client.create_bucket(Bucket=(name := f"leases-{time.time_ns()}"))
+    yield f"s3://{name}"
+    server.stop()
+
+
+@pytest.fixture(params=["file", "object"])
+def location(request, tmp_path) -> Path | str:
+    if request.param == "file":
+        return tmp_path / LEASE_FILE
+    return f"{request.getfixturevalue('moto_bucket')}/{LEASE_FILE}"
+
+
+def elsewhere(monkeypatch) -> None:
+    """Let the next leases be those of another container, whose processes cannot be looked up."""
+    monkeypatch.setattr(lease, "_NAMESPACE", "elsewhere")
+
+
+def test_one_of_several_at_the_same_moment_acquires_a_lease(location):
+    with ThreadPoolExecutor(8) as threads:
+        leases = list(threads.map(lambda _: Applicant(location).acquire(), range(8)))
+    (own,) = filter(None, leases)
+    own.renew()
+    assert Applicant(location).acquire() is None
+    own.release()
+    assert Applicant(location).acquire() is not None
+
+
+def test_a_lease_that_is_not_renewed_passes_to_one_other_and_its_holder_notices(location, monkeypatch):
+    monkeypatch.setattr(timeouts, "LEASE", 2.0)
+    first = Applicant(location).acquire()
+    assert first is not None
+    elsewhere(monkeypatch)
+    others = [Applicant(location) for _ in range(4)]
+    assert [other.acquire() for other in others] == [None] * 4
+    first.renew()
+    assert [other.acquire() for other in others] == [None] * 4
+    time.sleep(2.1)
+    with ThreadPoolExecutor(4) as threads:
+        leases = list(threads.map(Applicant.acquire, others))
+    (second,) = filter(None, leases)
+    with pytest.raises(MachineError, match="has taken over the lease"):
+        first.renew()
+    first.release()
+    second.renew()
 
 
 def held_elsewhere(folder: Path, count: int) -> None:
