@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diffusion.config.frozen import frozen_paths
 from diffusion.config.loading import load, missing_keys
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.config.schema import Config
@@ -78,11 +79,11 @@ def model_config(options: argparse.Namespace) -> ModelConfig:
         config = ModelConfig(architecture=Architecture(options.architecture))
     else:
         raise ConfigurationError("choose the model: --config YAML, or --architecture with --pretrained and --vae")
-    config.pretrained, config.vae = options.pretrained or config.pretrained, options.vae or config.vae
+    config = frozen_paths(options).applied(config)
     if "pretrained" in missing_keys(config):
         raise ConfigurationError(f"{options.config}: model.pretrained is missing: add --pretrained FOLDER")
     text = config.text_encoder
-    text.path, text.chunks = options.text_encoder or text.path, options.chunks or text.chunks
+    text.chunks = options.chunks or text.chunks
     text.max_tokens = options.max_tokens or text.max_tokens
     raise_all(ConfigurationError, list(text.problems("model.text_encoder")))
     needs_clip = options.text_embeddings and text.path is None
