@@ -41,7 +41,8 @@ from diffusion.models.objectives import (
     min_snr_weight,
     noise_process,
 )
-from diffusion.models.pretrained import FrozenParts, module_identity, upcast
+from diffusion.models.precision import upcast
+from diffusion.models.pretrained import FrozenParts, module_identity
 from diffusion.models.sampling import (
     NoiseScheduler,
     expand_prompts,

@@ -142,19 +142,6 @@ def freeze(module: nn.Module) -> nn.Module:
     return module.eval().requires_grad_(False)
 
 
-@contextmanager
-def upcast(vae: AutoencoderKL) -> Iterator[AutoencoderKL]:
-    """Run a float16 VAE in float32 if its configuration says that float16 overflows (`force_upcast`, as SDXL's)."""
-    is_cast = vae.dtype == torch.float16 and bool(vae.config["force_upcast"])
-    if is_cast:
-        vae.float()
-    try:
-        yield vae
-    finally:
-        if is_cast:
-            vae.half()
-
-
 def load_frozen_parts(config: ModelConfig) -> FrozenParts:
     """Load the frozen parts, or initialise them at random without `pretrained`.
 
