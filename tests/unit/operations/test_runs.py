@@ -94,6 +94,7 @@ def test_runs_are_found_and_each_says_how_it_stands(tmp_path, capsys):
 def test_a_run_of_another_machine_is_at_work_while_its_lease_is_renewed(tmp_path):
     run = tmp_path / "run"
     config = write_run(run, f"operations.heartbeat_folder={tmp_path / 'of_another_machine'}")
+    (run / COSTS).write_text("")
     hold(run, host="elsewhere")
     assert is_running(run)
     with pytest.raises(MachineError, match="on elsewhere"):
