@@ -102,7 +102,7 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
 
     Args:
         config: resolved configuration.
-        build: builds the model in place of `build_training_model`.
+        build: builds the model in place of `build_training_model`; its VAE and text encoder may be random.
 
     Returns:
         The Trainer, after the run.
@@ -113,7 +113,8 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
     """
     # Check
     device = start_ranks(config)
-    agree(lambda: check(config, world_size=dist.get_world_size(), side_factor=side_factor(config.model)))
+    factor, is_own = side_factor(config.model), build is not None
+    agree(lambda: check(config, world_size=dist.get_world_size(), side_factor=factor, may_be_random=is_own))
     agree(lambda: check_plugins(config.plugins))
     config = with_absolute_paths(config)
     folder = Path(config.output_folder).expanduser()

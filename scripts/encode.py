@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from diffusion.preparation.encoding.models import EncodingModels
     from diffusion.preparation.engine import Workers
 
-_GENERATED = (Architecture.tiny, Architecture.tiny_xl, Architecture.tiny_transformer)
-"""Families whose VAE and text encoder may be random."""
-
 
 def parse() -> CommandParser:
     """Describe the command line."""
@@ -86,8 +83,8 @@ def model_config(options: argparse.Namespace) -> ModelConfig:
     text.chunks = options.chunks or text.chunks
     text.max_tokens = options.max_tokens or text.max_tokens
     raise_all(ConfigurationError, list(text.problems("model.text_encoder")))
-    needs_clip = options.text_embeddings and text.path is None
-    if config.architecture not in _GENERATED and not config.pretrained and (needs_clip or not config.vae):
+    missing = config.missing_parts
+    if "VAE" in missing or (options.text_embeddings and missing):
         parts = "--pretrained FOLDER" if options.text_embeddings else "--pretrained FOLDER, or --vae FOLDER"
         raise ConfigurationError(f"{config.architecture.value} would encode with random weights: add {parts}")
     config.local_files_only = config.local_files_only or options.local_files_only
