@@ -21,13 +21,14 @@ from torch import Tensor
 from transformers import CLIPTextModel
 
 from diffusion.checkpointing.layout import batch_of
+from diffusion.config.frozen import FrozenPaths
 from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import to_public_yaml
 from diffusion.datasets.manifest import PreparedManifest
-from diffusion.errors import ConfigurationError, DataError, MachineError, first_line
+from diffusion.errors import ConfigurationError, DataError, MachineError, error_context, first_line
 from diffusion.evaluation.protocol import Result, table
 from diffusion.files import atomic_path
-from diffusion.loading import Trained, read_trained
+from diffusion.loading import OTHER_PATHS, Trained, read_trained
 from diffusion.models.architectures import ARCHITECTURES, build_network
 from diffusion.models.ldm_layout import single_file, unet_names
 from diffusion.models.lora import has_lora, kohya_layout, write_lora
@@ -84,6 +85,7 @@ def export(
     layout: Layout = Layout.diffusers,
     lora_only: bool = False,
     scores: Mapping[str, float] | None = None,
+    paths: FrozenPaths | None = None,
     licences: Licences | None = None,
     prepared: Path | None = None,
     repository: str | None = None,
@@ -98,6 +100,7 @@ def export(
         layout: names and files of the weights.
         lora_only: LoRA's matrices alone, of a U-Net; otherwise they are merged into the network.
         scores: scores that the network asks for from now on, by name; the others are "none".
+        paths: other paths of VAE and text encoder than those of the training.
         licences: for the model card.
         prepared: prepared data whose sources the card lists; None: that of `data.local`, if it is prepared data.
         repository: name on the hub, for the model card.
@@ -113,7 +116,7 @@ def export(
         raise ConfigurationError(f"{out}: the layout {layout.value} is one file, called FILE.safetensors")
     if lora_only and (layout is Layout.ldm or (layout is Layout.diffusers and out.suffix == ".safetensors")):
         raise ConfigurationError(f"{out}: LoRA alone is a folder, or one file in the layout kohya")
-    trained = read_trained(path, weights=weights)
+    trained = read_trained(path, weights=weights, paths=paths)
     config = trained.config
     component = ARCHITECTURES[config.model.architecture].component
     if config.task is not Task.diffusion:
@@ -202,7 +205,9 @@ def _parts(trained: Trained) -> tuple[Network, FrozenParts]:
     network.load_state_dict(trained.part(spec.component), assign=True)
     if spec.component == "unet":
         network.register_to_config(sample_size=config.data.resolution // spec.vae_factor)
-    frozen = load_frozen_parts(config.model)
+    with error_context(f"{trained.path} {OTHER_PATHS}"):
+        frozen = load_frozen_parts(config.model)
+    trained.check_parts(frozen.identities())
     return network, frozen
 
 

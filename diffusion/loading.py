@@ -1,24 +1,28 @@
 """Weights and models from checkpoints and diffusers folders, without the Trainer."""
 
 import logging
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import yaml
 from torch import Tensor
 
 from diffusion.checkpointing.find import resolve_checkpoint
-from diffusion.checkpointing.read import read_config, read_weights
+from diffusion.checkpointing.read import read_config, read_identities, read_weights
+from diffusion.config.frozen import FrozenPaths
 from diffusion.config.loading import from_dict, load
 from diffusion.config.model import InitFromConfig
 from diffusion.config.schema import Config, Task
 from diffusion.ema.posthoc import AVERAGE_SUFFIX
-from diffusion.errors import ConfigurationError
+from diffusion.errors import ConfigurationError, UserError, error_context
 from diffusion.models.build import build_model, load_weights
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.ldm_layout import read_single_file
 from diffusion.models.lora import has_lora, merged
 from diffusion.models.pretrained import (
+    check_identities,
     is_pipeline,
     is_single_file,
     read_noise_schedule,
@@ -28,6 +32,9 @@ from diffusion.models.pretrained import (
 from diffusion.storage import is_url
 
 log = logging.getLogger(__name__)
+
+OTHER_PATHS = "(other paths: --pretrained, --vae, --text-encoder)"
+"""Advice where frozen parts are not at their paths."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +51,21 @@ class Trained:
 
     label: str = ""
     """Which weights of the checkpoint: `raw`, `ema` ...; empty for a file."""
+
+    identities: Mapping[str, str] = field(default_factory=dict)
+    """Identities of the frozen parts in training, as far as they are known."""
+
+    def check_parts(self, found: Mapping[str, str]) -> None:
+        """Reject other frozen parts than those of the training, given by their identities.
+
+        Raises:
+            ConfigurationError: a part differs.
+        """
+        model = self.config.model
+        paths = {"pretrained": model.pretrained, "vae": model.vae, "text encoder": model.text_encoder.path}
+        used = ", ".join(f"{name} {path}" for name, path in paths.items() if path) or "random weights"
+        remedy = f"The paths are now: {used}. Give those of the same weights {OTHER_PATHS}"
+        check_identities(self.identities, found, str(self.path), remedy)
 
     @property
     def merged(self) -> dict[str, Tensor]:
@@ -69,7 +91,7 @@ def load_config_of(checkpoint: Path) -> Config:
     return from_dict(Config, yaml.safe_load(read_config(checkpoint)), str(checkpoint))
 
 
-def read_trained(path: str | Path, *, weights: str = "raw") -> Trained:
+def read_trained(path: str | Path, *, weights: str = "raw", paths: FrozenPaths | None = None) -> Trained:
     """Read the weights of a run.
 
     Args:
@@ -77,11 +99,18 @@ def read_trained(path: str | Path, *, weights: str = "raw") -> Trained:
             averaged weights in a run folder (`RUN/averages/...` or `RUN/reconstructed/...safetensors`).
         weights: "raw" for the training weights, "ema" for their average, or the label of one of several averages:
             `decay-0.999`, `width-0.05`. Ignored for a file.
+        paths: other paths of the frozen parts than those of the training.
 
     Raises:
         ConfigurationError: there is no checkpoint.
         DataError: it is damaged, or holds no average.
     """
+    trained = _read_trained(path, weights)
+    model = (paths or FrozenPaths()).applied(trained.config.model)
+    return replace(trained, config=replace(trained.config, model=model))
+
+
+def _read_trained(path: str | Path, weights: str) -> Trained:
     if Path(path).suffix == AVERAGE_SUFFIX:
         file = Path(path).expanduser()
         config = load_config_of(file)
@@ -89,31 +118,38 @@ def read_trained(path: str | Path, *, weights: str = "raw") -> Trained:
         if config.model.lora is not None:
             # The average has LoRA's matrices only; the other weights never change.
             average = read_weights(resolve_checkpoint(str(_config_beside(file).parent)), "raw") | average
-        return Trained(path=file, config=config, weights=average)
+        identities = {}
+        with suppress(UserError):  # The run's checkpoints may be elsewhere.
+            identities = read_identities(resolve_checkpoint(str(_config_beside(file).parent)))
+        return Trained(path=file, config=config, weights=average, identities=identities)
     checkpoint = resolve_checkpoint(str(path))
     return Trained(
         path=checkpoint,
         config=load_config_of(checkpoint),
         weights=read_weights(checkpoint, weights),
         label=weights,
+        identities=read_identities(checkpoint),
     )
 
 
-def load_model(path: str | Path, *, weights: str = "raw") -> LatentDiffusion:
+def load_model(path: str | Path, *, weights: str = "raw", paths: FrozenPaths | None = None) -> LatentDiffusion:
     """Build the model of a checkpoint, on the CPU and in eval mode; arguments as for `read_trained`.
 
-    VAE and text encoder come from the paths in the configuration of the checkpoint. What serves training only
-    (`model.alignment`) is left out.
+    VAE and text encoder come from the paths in the configuration of the checkpoint, or from `paths`. What serves
+    training only (`model.alignment`) is left out.
 
     Raises:
-        ConfigurationError: there is no checkpoint, or it does not fit.
+        ConfigurationError: there is no checkpoint, or it does not fit; or VAE or text encoder are not those of its
+            training.
         DataError: it is damaged, or holds no average.
     """
-    trained = read_trained(path, weights=weights)
+    trained = read_trained(path, weights=weights, paths=paths)
     log.info("loading %s weights of %s", trained.label or "averaged", trained.path)
     config = trained.config
     options = replace(config.model, alignment=None)
-    model = build_model(options, config.objective, resolution=config.data.resolution, seed=config.seed)
+    with error_context(f"{trained.path} {OTHER_PATHS}"):
+        model = build_model(options, config.objective, resolution=config.data.resolution, seed=config.seed)
+    trained.check_parts(model.identities())
     load_weights(model, trained.merged, str(trained.path))
     return model.eval()
 
@@ -135,6 +171,11 @@ def read_initial(config: InitFromConfig, model: LatentDiffusion) -> dict[str, Te
     if is_single_file(path):
         return read_single_file(path, model.network)
     checkpoint = resolve_checkpoint(config.checkpoint)
+    if identities := read_identities(checkpoint):
+        try:
+            check_identities(identities, model.identities(), str(checkpoint), "Training continues with the new ones")
+        except ConfigurationError as error:
+            log.warning("%s", error)
     stored = read_weights(checkpoint, config.weights, is_checked=True)
     return _without_lora(stored, load_config_of(checkpoint))
 

@@ -7,7 +7,9 @@ From here to the loss: `datasets/loader.py` gives the batches of `datasets/batch
 `models/latent_diffusion.py` computes the prediction and `loss` the loss, with the formulas of `models/objectives.py`.
 """
 
+import copy
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -33,7 +35,7 @@ from torch.utils.data import DataLoader
 from diffusion.callbacks import build_callbacks, build_loggers, shows_progress_bar
 from diffusion.callbacks.monitoring import Heartbeat
 from diffusion.checkpointing.find import check_checkpoint, resolve_checkpoint
-from diffusion.checkpointing.read import as_data_error
+from diffusion.checkpointing.read import as_data_error, read_identities
 from diffusion.checkpointing.resume import (
     checkpoint_storage,
     find_resumption,
@@ -56,7 +58,7 @@ from diffusion.datasets.batch import num_samples, split_batch
 from diffusion.datasets.dataset import TrainingDataset
 from diffusion.datasets.loader import train_loader, validation_dataset, validation_loader
 from diffusion.datasets.streams import Files
-from diffusion.distributed import agree
+from diffusion.distributed import agree, on_first_rank
 from diffusion.errors import ConfigurationError, MachineError, PreemptedError, error_context
 from diffusion.files import write_atomically
 from diffusion.loading import check_objective, read_initial
@@ -67,7 +69,7 @@ from diffusion.models.build import build_model, load_weights
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.lora import add_lora
 from diffusion.models.networks import cast_positions
-from diffusion.models.pretrained import is_pipeline, is_single_file, read_vae
+from diffusion.models.pretrained import check_identities, is_pipeline, is_single_file, read_vae
 from diffusion.models.tokenizers import caption_tokenizer
 from diffusion.operations.checks.data import (
     check_caches,
@@ -100,7 +102,7 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
 
     Args:
         config: resolved configuration.
-        build: builds the model in place of `build_training_model`.
+        build: builds the model in place of `build_training_model`; its VAE and text encoder may be random.
 
     Returns:
         The Trainer, after the run.
@@ -111,8 +113,10 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
     """
     # Check
     device = start_ranks(config)
-    agree(lambda: check(config, world_size=dist.get_world_size(), side_factor=side_factor(config.model)))
+    factor, is_own = side_factor(config.model), build is not None
+    agree(lambda: check(config, world_size=dist.get_world_size(), side_factor=factor, may_be_random=is_own))
     agree(lambda: check_plugins(config.plugins))
+    config = with_absolute_paths(config)
     folder = Path(config.output_folder).expanduser()
     agree(lambda: record_config(folder, config, overwrite=False))
     with (
@@ -134,8 +138,9 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
         # Model
         build = build or partial(build_training_model, is_new=load_path is None)
         model = agree(lambda: build(initial, device), takes_long=True)
+        identities = identities_of(model, load_path)
         if isinstance(model, LatentDiffusion):
-            agree(lambda: check_identity(config, model, files))
+            agree(lambda: check_identity(config, identities, files))
             prepare_frozen(config, model, device)
 
         # Data
@@ -148,7 +153,7 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
 
         # Loggers and callbacks
         loggers = agree(lambda: build_loggers(config, folder))
-        callbacks = agree(lambda: build_callbacks(config, model, dataset, storage, device, heartbeat))
+        callbacks = agree(lambda: build_callbacks(config, model, dataset, storage, device, heartbeat, identities))
 
         # Fit
         trainer = build_trainer(config, model, train_data, evaluator, loggers, callbacks, load_path, device)
@@ -177,6 +182,18 @@ def start_ranks(config: Config) -> Device:
         reproducibility.configure_deterministic_mode()
     torch.backends.cudnn.benchmark = config.performance.cudnn_benchmark and not config.trainer.deterministic
     return device
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """Make the paths of frozen parts absolute: a checkpoint is used from other working directories, too."""
+    config = copy.deepcopy(config)
+    model = config.model
+    sections = [(model, "pretrained"), (model, "vae"), (model.text_encoder, "path"), (model.alignment, "path")]
+    for section, key in [*sections, (config.autoencoder, "vgg_weights")]:
+        source = getattr(section, key, None)
+        if source and (path := Path(source).expanduser()).exists():  # Others are hub names.
+            setattr(section, key, os.path.abspath(path))  # noqa: PTH100 -- without "..", links stay
+    return config
 
 
 def record_config(folder: Path, config: Config, *, overwrite: bool = True) -> None:
@@ -298,6 +315,22 @@ def _build_autoencoder(config: Config, is_new: bool) -> AutoencoderTraining:
     start = steps_of(config, settings.adversarial_start, "autoencoder.adversarial_start")
     assert start is not None
     return AutoencoderTraining(vae, settings, config.seed, start)
+
+
+def identities_of(model: ComposerModel, load_path: str | None) -> dict[str, str]:
+    """Return the identities of a model's frozen parts, which must be those of the checkpoint to resume from, if any.
+
+    Raises:
+        ConfigurationError: on all ranks: a part differs.
+    """
+    if not isinstance(model, LatentDiffusion | AutoencoderTraining):
+        return {}
+    found = agree(model.identities, takes_long=True)
+    if load_path is not None:
+        stored = on_first_rank(lambda: read_identities(Path(load_path)))
+        remedy = "Give the paths of the same weights (model.pretrained, model.vae ...), or begin another run"
+        agree(lambda: check_identities(stored, found, load_path, remedy))
+    return found
 
 
 def prepare_frozen(config: Config, model: LatentDiffusion, device: Device) -> None:

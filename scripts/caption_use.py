@@ -4,6 +4,7 @@ import argparse
 import json
 from statistics import mean
 
+from diffusion.config.frozen import add_frozen_paths, frozen_paths
 from diffusion.launch import CommandParser, choose_device, positive, run_command
 
 
@@ -14,6 +15,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--weights", default="raw", help="raw, ema, or decay-0.999: one of several averages")
     parser.add_argument("--seeds", type=positive, default=3, help="evaluation seeds")
     parser.add_argument("--device", default=None, help="cpu, cuda ...; default: a GPU if available")
+    add_frozen_paths(parser)
     return parser.parse_args()
 
 
@@ -28,7 +30,7 @@ def main() -> None:
     device = choose_device(arguments.device)
     checkpoint = resolve_checkpoint(arguments.checkpoint)
     config = load_config_of(checkpoint)
-    model = load_model(checkpoint, weights=arguments.weights).to(device)
+    model = load_model(checkpoint, weights=arguments.weights, paths=frozen_paths(arguments)).to(device)
     dataset = open_validation_data(config, model)
     assert config.validation is not None
     batches = validation_loader(dataset, config.validation, config.data)

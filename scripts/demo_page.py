@@ -4,6 +4,7 @@ import argparse
 from contextlib import suppress
 from pathlib import Path
 
+from diffusion.config.frozen import add_frozen_paths, frozen_paths
 from diffusion.errors import DataError
 from diffusion.launch import CommandParser, choose_device, positive, run_command
 
@@ -28,6 +29,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-side", type=positive, help="largest height and width; default: twice the resolution")
     parser.add_argument("--max-steps", type=positive, default=200, help="largest number of sampling steps")
     parser.add_argument("--max-images", type=positive, default=16, help="largest number of images of each model")
+    add_frozen_paths(parser)
     return parser.parse_args()
 
 
@@ -43,10 +45,11 @@ def main() -> None:
     file = Path(arguments.model)
     is_average = file.suffix == AVERAGE_SUFFIX
     labels = [file.stem] if is_average else arguments.weights or ["raw"]
-    models = {label: load_model(arguments.model, weights=label) for label in labels}
+    paths = frozen_paths(arguments)
+    models = {label: load_model(arguments.model, weights=label, paths=paths) for label in labels}
     if arguments.weights is None and not is_average:
         with suppress(DataError):  # The run has no average, or none yet.
-            models["ema"] = load_model(arguments.model, weights="ema")
+            models["ema"] = load_model(arguments.model, weights="ema", paths=paths)
     for model in models.values():
         model.to(device)
     page = build_page(

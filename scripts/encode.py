@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diffusion.config.frozen import frozen_paths
 from diffusion.config.loading import load, missing_keys
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.config.schema import Config
@@ -29,9 +30,6 @@ from diffusion.preparation.config import Engine, RayConfig
 if TYPE_CHECKING:
     from diffusion.preparation.encoding.models import EncodingModels
     from diffusion.preparation.engine import Workers
-
-_GENERATED = (Architecture.tiny, Architecture.tiny_xl, Architecture.tiny_transformer)
-"""Families whose VAE and text encoder may be random."""
 
 
 def parse() -> CommandParser:
@@ -78,15 +76,15 @@ def model_config(options: argparse.Namespace) -> ModelConfig:
         config = ModelConfig(architecture=Architecture(options.architecture))
     else:
         raise ConfigurationError("choose the model: --config YAML, or --architecture with --pretrained and --vae")
-    config.pretrained, config.vae = options.pretrained or config.pretrained, options.vae or config.vae
+    config = frozen_paths(options).applied(config)
     if "pretrained" in missing_keys(config):
         raise ConfigurationError(f"{options.config}: model.pretrained is missing: add --pretrained FOLDER")
     text = config.text_encoder
-    text.path, text.chunks = options.text_encoder or text.path, options.chunks or text.chunks
+    text.chunks = options.chunks or text.chunks
     text.max_tokens = options.max_tokens or text.max_tokens
     raise_all(ConfigurationError, list(text.problems("model.text_encoder")))
-    needs_clip = options.text_embeddings and text.path is None
-    if config.architecture not in _GENERATED and not config.pretrained and (needs_clip or not config.vae):
+    missing = config.missing_parts
+    if "VAE" in missing or (options.text_embeddings and missing):
         parts = "--pretrained FOLDER" if options.text_embeddings else "--pretrained FOLDER, or --vae FOLDER"
         raise ConfigurationError(f"{config.architecture.value} would encode with random weights: add {parts}")
     config.local_files_only = config.local_files_only or options.local_files_only

@@ -12,6 +12,7 @@ a folder. `ldm` is the layout of the original Stable Diffusion code, which Comfy
 import argparse
 from pathlib import Path
 
+from diffusion.config.frozen import add_frozen_paths, frozen_paths
 from diffusion.launch import CommandParser, named_score, run_command
 
 
@@ -45,6 +46,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar="USER/NAME",
         help="upload to this repository of the hub, created as a private one; token: HF_TOKEN or `hf auth login`",
     )
+    add_frozen_paths(parser)
     return parser.parse_args()
 
 
@@ -63,6 +65,7 @@ def main() -> None:
         layout=Layout(arguments.layout),
         lora_only=arguments.lora,
         scores=dict(arguments.score),
+        paths=frozen_paths(arguments),
         licences=Licences(model=arguments.license, data=arguments.data_license),
         prepared=arguments.data,
         repository=repository,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from diffusion.config.frozen import add_frozen_paths, frozen_paths
 from diffusion.errors import ConfigurationError, MachineError, error_context
 from diffusion.launch import CommandParser, choose_device, named_score, positive, run_command
 
@@ -46,6 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=positive, default=16)
     parser.add_argument("--columns", type=positive, default=8, help="columns of the grid")
     parser.add_argument("--device", default=None, help="cpu, cuda ...; default: a GPU if available")
+    add_frozen_paths(parser)
     return parser.parse_args()
 
 
@@ -112,7 +114,7 @@ def main() -> None:
     from diffusion.loading import load_model
     from diffusion.models.sampling import image_grid
 
-    model = load_model(arguments.checkpoint, weights=arguments.weights).to(device)
+    model = load_model(arguments.checkpoint, weights=arguments.weights, paths=frozen_paths(arguments)).to(device)
     rows, first_images = [], []
     for start in range(0, len(texts), arguments.batch_size):
         part = slice(start, start + arguments.batch_size)

@@ -1,6 +1,7 @@
 """Composer callbacks and loggers of a run: which, and in which order. Each module beside this one is one idea."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,11 @@ def build_callbacks(
     storage: CheckpointStorage,
     device: Device,
     heartbeat: Heartbeat,
+    identities: Mapping[str, str],
 ) -> list[Callback]:
     """Build the callbacks of this rank, in the order in which they run; the heartbeat has started.
+
+    Checkpoints record the identities of the frozen parts.
 
     Raises:
         ConfigurationError: a plug-in cannot be imported or built.
@@ -99,7 +103,7 @@ def build_callbacks(
         # The model draws its random numbers by the addresses in the batch.
         StepAddress(in_turns=config.plugins.train_dataset is not None),
         DataPosition(),
-        RunRecord(to_public_yaml(config)),
+        RunRecord(to_public_yaml(config), identities),
         HostSpeedMonitor(window_size=20),
         LRMonitor(),
         RuntimeEstimator(),

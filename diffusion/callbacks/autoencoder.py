@@ -1,14 +1,16 @@
 """The result of training a VAE: the VAE with its latent statistics, and a grid of reconstructions."""
 
 import contextlib
+import logging
 from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import chain, groupby
+from itertools import chain, count, groupby, islice
 from pathlib import Path
 
 import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
+from diffusers.utils.constants import SAFETENSORS_WEIGHTS_NAME
 from torch import Tensor
 
 from diffusion.config.data import ValidationConfig
@@ -16,9 +18,14 @@ from diffusion.config.schema import Config
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.loader import validation_dataset
 from diffusion.ema.callbacks import LateStartEMA
+from diffusion.errors import DataError
+from diffusion.files import atomic_path
 from diffusion.models.autoencoder import AutoencoderTraining, latent_statistics, save_autoencoder, to_pixels
+from diffusion.models.pretrained import read_safetensors
 from diffusion.models.sampling import image_grid, to_pil
 from diffusion.models.tokenizers import build_tokenizer, tokenize
+
+log = logging.getLogger(__name__)
 
 NUM_STATISTICS_IMAGES = 2048
 """Images of the training set over which the latent statistics of a VAE are measured."""
@@ -33,7 +40,8 @@ class SaveAutoencoder(Callback):
     Args:
         model: the VAE in training.
         images: this rank's share of the images for the statistics, batches of uint8 [B, 3, height, width].
-        folder: the run folder; the VAE goes to `vae/`, a grid (above originals, below reconstructions) beside it.
+        folder: the run folder; the VAE goes to `vae/`, a grid (above originals, below reconstructions) beside it. A VAE
+            of other weights stays, since other runs may name it: the new one goes to `vae-ba500/` then.
         ema: the average to save, if there is one.
     """
 
@@ -45,18 +53,37 @@ class SaveAutoencoder(Callback):
     def fit_end(self, state: State, logger: Logger) -> None:
         """Measure and save."""
         with self.ema.swapped_in(state) if self.ema is not None else contextlib.nullcontext():
-            self._save()
+            self._save(state.timestamp.batch.value)
 
-    def _save(self) -> None:
+    def _save(self, step: int) -> None:
         self.model.eval()
         device = next(self.model.vae.parameters()).device
         images = iter(self.images)
-        first = next(images)
-        mean, std = latent_statistics(self.model.vae, chain([first], images), device)
+        first = list(islice(images, 1))  # Of few images, the last ranks have none.
+        mean, std = latent_statistics(self.model.vae, chain(first, images), device)
         if dist.get_global_rank() == 0:
-            save_autoencoder(self.model.vae, mean, std, self.folder / "vae")
-            self._draw(first[:NUM_SHOWN].to(device))
+            self._write(mean, std, step)
+            self._draw(first[0][:NUM_SHOWN].to(device))
         dist.barrier()
+
+    def _write(self, mean: list[float], std: list[float], step: int) -> None:
+        names = chain(["vae", f"vae-ba{step}"], (f"vae-ba{step}-{number}" for number in count(2)))
+        path = next(path for path in map(self.folder.joinpath, names) if not path.exists() or self._is_in(path))
+        if path.exists():
+            return
+        with atomic_path(path) as partial:
+            save_autoencoder(self.model.vae, mean, std, partial)
+        if path.name != "vae":
+            log.warning("the VAE is in %s: vae/ beside it has other weights, which runs may name", path)
+
+    def _is_in(self, path: Path) -> bool:
+        """Whether a folder holds these weights."""
+        own = self.model.vae.state_dict()
+        try:
+            stored = read_safetensors(path / SAFETENSORS_WEIGHTS_NAME)
+        except DataError:
+            return False
+        return own.keys() == stored.keys() and all(torch.equal(own[name].cpu(), stored[name]) for name in own)
 
     @torch.no_grad()
     def _draw(self, images: Tensor) -> None:

@@ -5,6 +5,7 @@ import errno
 import logging
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,19 @@ STALL = "time/checkpoint_stall"
 
 
 class RunRecord(Callback):
-    """Store the configuration (YAML) in each checkpoint."""
+    """Store the configuration (YAML) and the identities of the frozen parts in each checkpoint."""
 
-    def __init__(self, config: str) -> None:
-        self.config = config
+    def __init__(self, config: str, identities: Mapping[str, str]) -> None:
+        self.config, self.identities = config, dict(identities)
+        self._has_begun = False
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Note that the checkpoint to resume from, which may have no identities, is loaded."""
+        self._has_begun = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the configuration, where `read_config` finds it."""
-        return {"config": self.config}
+        """Return both, where `read_config` and `read_identities` find them."""
+        return {"config": self.config, **({"identities": self.identities} if self._has_begun else {})}
 
 
 class SaveCheckpoints(CheckpointSaver):

@@ -382,6 +382,11 @@ def read_config(checkpoint: Path) -> str:
     return state.read([key])[key]
 
 
+def read_identities(checkpoint: Path) -> dict[str, str]:
+    """Read the identities of the frozen parts that a run was trained with; none from older versions."""
+    return StoredState(checkpoint).read_below("state.callbacks.RunRecord.identities.")
+
+
 def read_position(checkpoint: Path) -> tuple[int, dict[str, str | int | None]]:
     """Read the number of optimizer steps before a checkpoint, and the fingerprint of the order of its samples.
 

@@ -251,21 +251,31 @@ _TRAINED = {
 }
 """Keys that define what is trained: a run with other values is another run."""
 
+_PLUGIN_ORDER = re.compile(r"seed|data\.(global_batch_size|shuffle)|plugins\.train_dataset")
+"""Keys that determine the order of a data set of the user's own, and with it the position in it; this package's own
+data has a fingerprint of its order."""
+
 Change = tuple[str, Any, Any]
 """Key, value in the checkpoint, value now."""
 
 
 def check_changes(config: Config, checkpoint: Path, name: str) -> None:
-    """Reject another model or objective than that of a checkpoint, which messages call `name`; log other changes.
+    """Reject what makes another run than that of a checkpoint, which messages call `name`; log other changes.
 
     Raises:
-        ConfigurationError: another model or objective is configured than the checkpoint was trained with.
+        ConfigurationError: another model or objective is configured than the checkpoint was trained with, or another
+            order of a data set of the user's own.
         DataError: the checkpoint has no configuration.
     """
     before = yaml.safe_load(read_config(checkpoint))
     now, defaults = yaml.safe_load(to_public_yaml(config)), yaml.safe_load(to_yaml(Config()))
     changes = list(_differences(before, now, defaults))
-    rejected = [change for change in changes if _is_another_run(config.task, change)]
+    has_plugin = config.plugins.train_dataset is not None
+    rejected = [
+        change
+        for change in changes
+        if _is_another_run(config.task, change) or (has_plugin and _PLUGIN_ORDER.fullmatch(change[0]))
+    ]
     if rejected:
         raise ConfigurationError(
             f"the run cannot resume from {name}, which was trained with other settings: {_list_changes(rejected)}. Set "

@@ -55,20 +55,21 @@ def steps_of(config: Config, text: str, key: str) -> float | None:
     )
 
 
-def check(config: Config, *, world_size: int, side_factor: int | None = None) -> None:
+def check(config: Config, *, world_size: int, side_factor: int | None = None, may_be_random: bool = False) -> None:
     """Check a configuration for a number of ranks.
 
     Args:
         config: the configuration.
         world_size: number of ranks.
         side_factor: both sides of an image are multiples of it; None if unknown.
+        may_be_random: accept a VAE and text encoder of full size with random weights, for measurements of speed.
 
     Raises:
         ConfigurationError: lists all problems.
     """
     problems = list(section_problems(config))
     sections_are_right = not problems
-    problems += [*_folders(config), *_tasks(config)]
+    problems += [*_folders(config), *_tasks(config), *([] if may_be_random else _random_parts(config))]
     if sections_are_right:
         problems += [*_times(config), *_image_sizes(config, side_factor), *rank_problems(config, world_size)]
         problems += _transformed_sizes(config)
@@ -96,6 +97,15 @@ def _folders(config: Config) -> Iterator[str]:
         yield (
             f"run_name is '{config.run_name}', which is no subfolder of the folder of all runs. Change it, and set "
             "output_folder for another location."
+        )
+
+
+def _random_parts(config: Config) -> Iterator[str]:
+    if config.task is Task.diffusion and (missing := config.model.missing_parts):
+        yield (
+            f"model.pretrained is null with model.architecture {config.model.architecture.value}, and the "
+            f"{' and the '.join(missing)} would have random weights. Set model.pretrained, or model.vae and "
+            "model.text_encoder.path."
         )
 
 

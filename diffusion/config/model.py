@@ -27,6 +27,11 @@ class Architecture(str, Enum):
     tiny_transformer = "tiny_transformer"
 
     @property
+    def is_tiny(self) -> bool:
+        """Whether it is one of the families for tests, whose VAE and text encoder may be random."""
+        return self.value.startswith("tiny")
+
+    @property
     def is_transformer(self) -> bool:
         """Whether the network is a transformer; otherwise it is a U-Net."""
         return "transformer" in self.value
@@ -222,7 +227,7 @@ class ModelConfig:
 
     pretrained: str | None = location(None)
     """Folder in the diffusers layout, or hub name, of the VAE and the text encoder. Null: random weights from
-    `frozen_seed`, for the tiny family and for tests only."""
+    `frozen_seed`, for the tiny families only, unless `vae` and `text_encoder.path` are set."""
 
     vae: str | None = location(None)
     """Folder (diffusers layout) of a VAE that replaces that of `pretrained`, such as one trained here."""
@@ -263,6 +268,14 @@ class ModelConfig:
     def score_names(self) -> list[str]:
         """Names of the scores that the network is conditioned on."""
         return [] if self.score_conditioning is None else self.score_conditioning.names
+
+    @property
+    def missing_parts(self) -> list[str]:
+        """Frozen parts without weights; none of a tiny family, which has random ones."""
+        if self.architecture.is_tiny or self.pretrained:
+            return []
+        parts = {"VAE": self.vae, "text encoder": self.text_encoder.path}
+        return [part for part, path in parts.items() if not path]
 
     def problems(self, key: str) -> Iterator[str]:
         """Describe wrong relations."""

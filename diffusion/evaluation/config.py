@@ -7,6 +7,7 @@ from enum import Enum
 from omegaconf import MISSING
 
 from diffusion.config.fields import MAX_SEED, bounded
+from diffusion.config.frozen import FrozenPaths
 from diffusion.config.model import NUM_TIMESTEPS, Sampler
 from diffusion.config.operations import PrometheusConfig
 from diffusion.config.training import Device, Plugin, WandbConfig
@@ -225,6 +226,9 @@ class EvaluationConfig:
 
     weights: list[str] = field(default_factory=lambda: ["raw"])
     """Weights of a checkpoint: `raw`, `ema`, or an average such as `decay-0.999`."""
+
+    frozen: FrozenPaths = field(default_factory=FrozenPaths)
+    """VAE and text encoder of the model, where they are not at the paths of its training."""
 
     images: str | None = None
     """A folder of images instead of a model; its `metadata.jsonl` has their prompts."""

@@ -121,7 +121,7 @@ class Evaluation:
             ConfigurationError: the model is missing, or the output folder has numbers of another protocol.
             DataError: the model is damaged.
         """
-        generator = agree(lambda: load_generator(model, self.device))
+        generator = agree(lambda: load_generator(model, self.device, self.config.frozen))
         if self.config.protocol.metrics or self.suites:
             for scale in self.config.guidance_scales:
                 self._evaluate_images(model, generator, scale)

@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 
 from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of
+from diffusion.config.frozen import FrozenPaths
 from diffusion.config.model import Sampler
 from diffusion.distributed import barrier, is_first_rank, on_first_rank, rank, world_size
 from diffusion.ema.posthoc import AVERAGE_SUFFIX
@@ -261,8 +262,8 @@ class WeightsError(DataError):
     """The weights to evaluate are damaged, missing in the checkpoint, or not finite."""
 
 
-def load_generator(model: EvaluatedModel, device: torch.device) -> Generator:
-    """Load the generator of a model.
+def load_generator(model: EvaluatedModel, device: torch.device, paths: FrozenPaths | None = None) -> Generator:
+    """Load the generator of a model, with its frozen parts from other paths than those of the training if given.
 
     Raises:
         ConfigurationError: weights are missing, or do not fit.
@@ -271,7 +272,7 @@ def load_generator(model: EvaluatedModel, device: torch.device) -> Generator:
     if is_pipeline(model.path):
         return PipelineGenerator(Path(model.path), device)
     try:
-        return CheckpointGenerator(load_model(model.path, weights=model.weights or "raw"), device)
+        return CheckpointGenerator(load_model(model.path, weights=model.weights or "raw", paths=paths), device)
     except DataError as error:
         raise WeightsError(str(error)) from error
 

@@ -23,6 +23,7 @@ from diffusion.config.model import AlignmentConfig
 from diffusion.errors import ConfigurationError, error_context
 from diffusion.models.model_folders import load_pretrained
 from diffusion.models.networks import component_name
+from diffusion.models.precision import without_float16
 from diffusion.models.pretrained import freeze
 
 PREPROCESSOR = "preprocessor_config.json"
@@ -58,7 +59,9 @@ class ImageEncoder(nn.Module):
         """Features [B, E, h, w] of images uint8 [B, 3, height, width], scaled to patches on a grid of h x w."""
         size = [side * self.network.config.patch_size for side in grid]
         pixels = F.interpolate(images.float() / 255, size, mode="bicubic", antialias=True).clamp(0, 1)
-        states = self.network(pixel_values=(pixels - self.mean) / self.std, **self._options).last_hidden_state
+        with without_float16(self):
+            pixels = (pixels - self.mean) / self.std
+            states = self.network(pixel_values=pixels, **self._options).last_hidden_state
         return states[:, -grid[0] * grid[1] :].transpose(1, 2).unflatten(2, grid)
 
 

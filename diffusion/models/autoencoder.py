@@ -26,7 +26,7 @@ from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError, first_line
 from diffusion.models.equivariance import VALIDATED, Transformation, draw_transformation, transform
 from diffusion.models.metrics import ValidationMean, validation_means
-from diffusion.models.pretrained import freeze
+from diffusion.models.pretrained import freeze, module_identity
 from diffusion.randomness import Purpose, normal
 
 Batch = dict[str, Tensor]
@@ -175,6 +175,10 @@ class AutoencoderTraining(ComposerModel):
         for module in self._frozen.values():
             module._apply(fn)
         return self
+
+    def identities(self) -> dict[str, str]:
+        """Hash of the frozen part by its name, if there is one."""
+        return {name: module_identity(module) for name, module in self._frozen.items()}
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Parameter groups of the optimizer: VAE, and discriminator with its own learning rate and no weight decay."""

@@ -154,8 +154,11 @@ class Conditioner:
     def lower_precision(self, dtype: torch.dtype) -> None:
         """Encode under autocast of this dtype from now on, with weights cast once instead of in each call.
 
-        The results equal those of autocast with float32 weights to the bit. Norms and embeddings stay in float32.
+        The results equal those of autocast with float32 weights to the bit. Norms and embeddings stay in float32, and a
+        language model entirely where the dtype is float16.
         """
+        if dtype == torch.float16 and isinstance(self._text_encoder, LanguageModel):
+            return
         self._dtype = dtype
         for module in self._text_encoder.modules():
             if isinstance(module, nn.Linear):

@@ -41,7 +41,8 @@ from diffusion.models.objectives import (
     min_snr_weight,
     noise_process,
 )
-from diffusion.models.pretrained import FrozenParts, upcast
+from diffusion.models.precision import upcast
+from diffusion.models.pretrained import FrozenParts, module_identity
 from diffusion.models.sampling import (
     NoiseScheduler,
     expand_prompts,
@@ -170,6 +171,7 @@ class LatentDiffusion(ComposerModel):
         self._frozen: dict[str, Any] = {"vae": frozen.vae, "text_encoder": frozen.text_encoder}
         if image_encoder is not None:
             self._frozen["image_encoder"] = image_encoder
+        self._parts = frozen
         self.tokenizer = frozen.tokenizer
         self.latent_scaling = frozen.latent_scaling
         self.noise_scheduler = noise_scheduler
@@ -212,6 +214,11 @@ class LatentDiffusion(ComposerModel):
     def frozen_parts(self) -> list[nn.Module]:
         """VAE, text encoder and, with alignment, image encoder."""
         return list(self._frozen.values())
+
+    def identities(self) -> dict[str, str]:
+        """Hashes of the frozen parts by name, as long as they are in the precision in which they were loaded."""
+        encoder = self._frozen.get("image_encoder")
+        return self._parts.identities() | ({} if encoder is None else {"image_encoder": module_identity(encoder)})
 
     @property
     def vae_factor(self) -> int:

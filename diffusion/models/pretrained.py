@@ -7,9 +7,9 @@ scheduler/, tokenizer/, text_encoder/, vae/, unet/ or transformer/, and for SDXL
 import copy
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from inspect import signature
 from pathlib import Path
@@ -126,23 +126,20 @@ class FrozenParts:
         """Encode K captions: int32 [K, L]."""
         return tokenize(self.tokenizer, captions, self.num_chunks)
 
+    def identities(self) -> dict[str, str]:
+        """Hashes of all that the results of a trained network depend on besides its own weights, by part."""
+        scaling = json.dumps(asdict(self.latent_scaling), sort_keys=True)
+        return {
+            "vae": module_identity(self.vae),
+            "latent_scaling": hashlib.sha256(scaling.encode()).hexdigest()[:16],
+            "text_encoder": module_identity(self.text_encoder),
+            "tokenizer": tokenizer_identity(self.tokenizer, self.num_chunks),
+        }
+
 
 def freeze(module: nn.Module) -> nn.Module:
     """Put a module into eval mode without gradients, in place."""
     return module.eval().requires_grad_(False)
-
-
-@contextmanager
-def upcast(vae: AutoencoderKL) -> Iterator[AutoencoderKL]:
-    """Run a float16 VAE in float32 if its configuration says that float16 overflows (`force_upcast`, as SDXL's)."""
-    is_cast = vae.dtype == torch.float16 and bool(vae.config["force_upcast"])
-    if is_cast:
-        vae.float()
-    try:
-        yield vae
-    finally:
-        if is_cast:
-            vae.half()
 
 
 def load_frozen_parts(config: ModelConfig) -> FrozenParts:
@@ -504,3 +501,24 @@ def tokenizer_identity(tokenizer: Any, num_chunks: int = 1) -> str:
         "length": tokenizer.model_max_length * num_chunks,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def check_identities(stored: Mapping[str, str], found: Mapping[str, str], where: str, remedy: str) -> None:
+    """Reject other frozen parts than those of a training.
+
+    Args:
+        stored: identities of the parts in training; empty for checkpoints of older versions.
+        found: identities of the parts at the configured paths now.
+        where: the checkpoint, for the message.
+        remedy: advice for the message.
+
+    Raises:
+        ConfigurationError: a part that is in both differs.
+    """
+    differing = [
+        f"{part.replace('_', ' ')} ({stored[part]} in training, {identity} now)"
+        for part, identity in found.items()
+        if stored.get(part, identity) != identity
+    ]
+    if differing:
+        raise ConfigurationError(f"{where} was trained with other frozen parts: {', '.join(differing)}. {remedy}")

@@ -11,6 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPI
 
 from diffusion.errors import ConfigurationError, error_context
 from diffusion.models.model_folders import load_pretrained
+from diffusion.models.precision import without_float16
 
 
 class LanguageModel(nn.Module):
@@ -46,7 +47,8 @@ class LanguageModel(nn.Module):
             array.
         """
         mask = self.mask(token_ids)
-        hidden = self.text_encoder(input_ids=token_ids, attention_mask=mask).last_hidden_state
+        with without_float16(self):  # Released ones were trained in bfloat16.
+            hidden = self.text_encoder(input_ids=token_ids, attention_mask=mask).last_hidden_state
         return hidden * mask[..., None], hidden.new_zeros(len(hidden), 1)
 
 

@@ -15,7 +15,7 @@ from diffusion.config.loading import load
 from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.files import lock
-from diffusion.operations.costs import BUDGET
+from diffusion.operations.costs import BUDGET, COSTS
 from diffusion.operations.heartbeats import heartbeat_folder, read_heartbeats
 from diffusion.operations.lease import LEASE_FILE, active_holder
 from diffusion.operations.processes import ProcessRecord, is_alive, terminate
@@ -54,7 +54,8 @@ def read_status(run: Path) -> str:
     if is_running(run):
         return "running"
     markers = {FINISHED: "finished", BUDGET: "budget spent", PREEMPTED: "pre-empted"}
-    return next((text for name, text in markers.items() if (run / name).is_file()), "interrupted")
+    otherwise = "interrupted" if (run / COSTS).is_file() else "not trained"  # A check has failed.
+    return next((text for name, text in markers.items() if (run / name).is_file()), otherwise)
 
 
 def is_running(run: Path) -> bool:

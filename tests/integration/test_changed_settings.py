@@ -22,6 +22,7 @@ from diffusion.errors import ConfigurationError
 from diffusion.loading import load_config_of
 
 SHORT = ["samples.prompts=[]", "algorithms.ema=null", "trainer.device=cpu"]
+OWN = ["data.local=/data", "data.streams=[{name: a}]"]
 OTHER_OBJECTIVE = ["objective.prediction_type=epsilon", "objective.offset_noise=0.3"]
 
 
@@ -71,6 +72,10 @@ def test_another_objective_is_refused_also_when_nothing_is_left_to_do(server, fi
             ["autoencoder.vae ("],
         ),
         (["task=autoencoder"], ["task=autoencoder", "objective.offset_noise=0.1"], []),
+        ([], ["seed=18"], ["seed (was 17, is 18)"]),
+        ([], ["data={global_batch_size: 16, shuffle: none}"], ["data.global_batch_size (was", "data.shuffle (was"]),
+        (["plugins.train_dataset=null", *OWN], [], ["plugins.train_dataset (was null"]),
+        (["plugins.train_dataset=null", *OWN], ["plugins.train_dataset=null", *OWN, "seed=18"], []),  # `order`
         ([], ["task=autoencoder"], ["task (was diffusion, is autoencoder)"]),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from diffusion.config.frozen import FrozenPaths
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.launch import choose_device
 from diffusion.models import LatentDiffusion, tiny
@@ -25,7 +26,7 @@ def command(model, tmp_path, monkeypatch):
     """Runs the command with a model that needs no checkpoint; the folder is `tmp_path / "out"` unless given."""
 
     def run(*options: str, is_loaded: bool = True, out: Path = tmp_path / "out") -> None:
-        def load_model(place: str, *, weights: str) -> LatentDiffusion:
+        def load_model(place: str, *, weights: str, paths: FrozenPaths) -> LatentDiffusion:
             assert is_loaded, "loaded before the error"
             return model
 

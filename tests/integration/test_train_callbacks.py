@@ -28,6 +28,6 @@ def test_collectives_wait_longer_where_it_compiles(tmp_path, compilation, device
     config.trainer.compile_timeout, config.trainer.dist_timeout = 50.0, 40.0
     model = build_model(config.model, config.objective, resolution=config.data.resolution, seed=0)
     heartbeat: Any = object()
-    callbacks = build_callbacks(config, model, None, checkpoint_storage(config, tmp_path), device, heartbeat)
+    callbacks = build_callbacks(config, model, None, checkpoint_storage(config, tmp_path), device, heartbeat, {})
     found = [(one.first, one.then) for one in callbacks if isinstance(one, CollectiveTimeout)]
     assert found == ([(50.0, 40.0)] if is_there else [])

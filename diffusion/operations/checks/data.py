@@ -3,7 +3,7 @@
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,8 +37,6 @@ from diffusion.datasets.streams import (
 )
 from diffusion.distributed import agree, broadcast, local_rank, local_world_size, on_first_rank, world_size
 from diffusion.errors import ConfigurationError, DataError, MachineError, UserError
-from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.pretrained import module_identity, tokenizer_identity
 from diffusion.models.tokenizers import caption_tokenizer
 from diffusion.operations.checks.machine import existing
 from diffusion.operations.checks.verdicts import Verdict, log_and_raise, ok, on_each_machine, problem, warning
@@ -106,26 +104,21 @@ def check_streams(config: Config, files: Files) -> None:
         pass
 
 
-def check_identity(config: Config, model: LatentDiffusion, files: Files) -> None:
-    """Check that latents were encoded by the VAE, tokenizer and text encoder of the model.
+def check_identity(config: Config, identities: Mapping[str, str], files: Files) -> None:
+    """Check that latents were encoded by the VAE, tokenizer and text encoder of the model, given by their identities.
 
     Raises:
         DataError: they were not.
     """
-    streams = list(_encoded_streams(config, files))
-    if not streams:
-        return
-    vae, tokenizer = module_identity(model.vae), tokenizer_identity(model.tokenizer, model.num_chunks)
-    text_encoder = module_identity(model.text_encoder) if config.data.text_embeddings else None
-    for location, size, manifest in streams:
+    for location, size, manifest in _encoded_streams(config, files):
         check_encoded(
             manifest,
             where=location.source,
             size=size,
             needs_logvar=config.objective.posterior == Posterior.sample,
-            vae_identity=vae,
-            tokenizer_identity=tokenizer,
-            text_encoder_identity=text_encoder,
+            vae_identity=identities["vae"],
+            tokenizer_identity=identities["tokenizer"],
+            text_encoder_identity=identities["text_encoder"] if config.data.text_embeddings else None,
         )
 
 

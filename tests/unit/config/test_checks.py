@@ -13,6 +13,7 @@ from diffusion.config.data import (
     microbatch_size,
 )
 from diffusion.config.loading import dump, load, to_dict
+from diffusion.config.model import ModelConfig
 from diffusion.config.schema import Config
 from diffusion.config.training import Device, TrainerConfig
 from diffusion.errors import ConfigurationError, MachineError
@@ -25,6 +26,7 @@ TWO_SIZES = ["data.streams=[{name: 256x256}, {name: 192x320}]"]
 def configuration(tmp_path):
     config = Config(
         run_name="r",
+        model=ModelConfig(pretrained="/weights"),
         data=DataConfig(
             local="/data",
             streams=[StreamConfig(name="a"), StreamConfig(name="b")],
@@ -57,6 +59,8 @@ def test_the_recipe_passes(configuration, world_size):
         ["data.streams=[{name: a, resolution: [896, 1152]}]"],
         ["algorithms.ema={start: 1ba, decays: [], power: {snapshot_interval: 5ba}}"],
         ["data.cache_limit=500gb", "data.remote=s3://b"],
+        ["model={pretrained: null, vae: /vae, text_encoder: {path: /t5}}"],
+        ["model={pretrained: null, architecture: tiny_xl}"],
         [
             *("data.text_embeddings=true", "data.representation=latents"),
             "model={text_adapter: {layers: 1}, text_encoder: {path: /t5}}",
@@ -70,6 +74,9 @@ def test_legal_combinations(configuration, overrides):
 @pytest.mark.parametrize(
     ("overrides", "world_size", "keys"),
     [
+        (["model.pretrained=null"], 8, ["the VAE and the text encoder would have random weights"]),
+        (["model={pretrained: null, architecture: transformer_m, vae: /vae}"], 8, ["the text encoder would"]),
+        (["model={pretrained: null, text_encoder: {path: /t5}}"], 8, ["and the VAE would"]),
         ([], 12, ["data.global_batch_size is 2048", "8 or 16 ranks (legal are 1, 2, 4, 8", "2040 or 2052"]),
         (["data.global_batch_size=96", *GROUPS], 5, ["data.global_batch_size is 96", "legal are 1, 2, 3, 6)"]),
         (["data.global_batch_size=256", *GROUPS], 32, ["data.global_batch_size", "1, 2, 4, 8, 16)"]),

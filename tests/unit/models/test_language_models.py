@@ -64,6 +64,22 @@ def batch(model: LatentDiffusion, *captions: str) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.parametrize("way", ["weights", "autocast", "training"])
+@pytest.mark.parametrize("kind", WIDTHS)
+def test_a_language_model_computes_in_float32_where_float16_would_overflow(folders, kind, way):
+    model = build(config_of(folders[kind], Architecture.tiny_transformer))
+    ids = batch(model, LONG)[BatchKey.TOKEN_IDS]
+    expected = model.conditioner.encode_batch({}, ids).text
+    if way == "weights":
+        model.half()
+        expected = model.conditioner.encode_batch({}, ids).text
+        assert expected.dtype == torch.float32
+    if way == "training":
+        model.conditioner.lower_precision(torch.float16)
+    with torch.autocast("cpu", torch.float16, enabled=way != "weights"):
+        assert torch.equal(model.conditioner.encode_batch({}, ids).text, expected)
+
+
 @pytest.mark.parametrize(("kind", "class_"), [("t5", T5EncoderModel), ("qwen3", Qwen3Model)])
 def test_captions_are_encoded_as_by_transformers(folders, kind, class_):
     model = build(config_of(folders[kind], Architecture.tiny_transformer))

@@ -253,6 +253,18 @@ def test_the_loss_of_a_model_stored_in_half_precision(dtype):
 
 
 @pytest.mark.parametrize("force_upcast", [True, False])
+def test_a_vae_that_overflows_in_float16_computes_in_float32_under_autocast_too(force_upcast):
+    model = small_model()
+    model.vae.register_to_config(force_upcast=force_upcast)
+    with torch.no_grad():
+        model.vae.encoder.conv_in.weight.mul_(1e6)
+        model.vae.decoder.conv_in.weight.mul_(1e6)
+        with torch.autocast("cpu", torch.float16):
+            found = [model(image_batch()).target, model.decode(torch.ones(1, 4, 8, 8))]
+    assert [bool(torch.isfinite(tensor).all()) for tensor in found] == [force_upcast] * 2
+
+
+@pytest.mark.parametrize("force_upcast", [True, False])
 def test_a_vae_that_overflows_in_float16_computes_in_float32(force_upcast):
     model = small_model().half()
     model.vae.register_to_config(force_upcast=force_upcast)

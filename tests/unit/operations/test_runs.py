@@ -20,7 +20,7 @@ from diffusion.config.loading import load_config
 from diffusion.config.schema import Config
 from diffusion.config.secrets import to_public_yaml
 from diffusion.errors import ConfigurationError, MachineError
-from diffusion.operations.costs import BUDGET, CostsFile, Kind, StartCosts
+from diffusion.operations.costs import BUDGET, COSTS, CostsFile, Kind, StartCosts
 from diffusion.operations.heartbeats import HeartbeatFile, HeartbeatRecord, Phase, heartbeat_folder
 from diffusion.operations.lease import LEASE_FILE, Applicant
 from diffusion.operations.runs import find_runs, find_superseded, is_running, read_status, stop
@@ -80,6 +80,8 @@ def test_runs_are_found_and_each_says_how_it_stands(tmp_path, capsys):
     assert "running" in lines[2]
     assert "budget spent" in lines[3]
     lease.release()
+    assert read_status(tmp_path / "c") == "not trained"
+    (tmp_path / "c" / COSTS).write_text("")
     assert read_status(tmp_path / "c") == "interrupted"
     runs_command.show(tmp_path / "a")
     shown = capsys.readouterr().out
@@ -92,6 +94,7 @@ def test_runs_are_found_and_each_says_how_it_stands(tmp_path, capsys):
 def test_a_run_of_another_machine_is_at_work_while_its_lease_is_renewed(tmp_path):
     run = tmp_path / "run"
     config = write_run(run, f"operations.heartbeat_folder={tmp_path / 'of_another_machine'}")
+    (run / COSTS).write_text("")
     hold(run, host="elsewhere")
     assert is_running(run)
     with pytest.raises(MachineError, match="on elsewhere"):

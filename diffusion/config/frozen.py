@@ -1,0 +1,40 @@
+"""Other paths of a trained model's frozen parts: as a section of a configuration, and as options of a command."""
+
+import argparse
+from dataclasses import dataclass, replace
+
+from diffusion.config.fields import location
+from diffusion.config.model import ModelConfig
+
+
+@dataclass(kw_only=True)
+class FrozenPaths:
+    """Other paths of the frozen parts of a trained model, which must be those of its training."""
+
+    pretrained: str | None = location(None)
+    """In place of `model.pretrained`; null: its path in training."""
+
+    vae: str | None = location(None)
+    """In place of `model.vae`; null: its path in training."""
+
+    text_encoder: str | None = location(None)
+    """In place of `model.text_encoder.path`; null: its path in training."""
+
+    def applied(self, config: ModelConfig) -> ModelConfig:
+        """Copy a configuration, with these paths in place of its own."""
+        text = replace(config.text_encoder, path=self.text_encoder or config.text_encoder.path)
+        pretrained, vae = self.pretrained or config.pretrained, self.vae or config.vae
+        return replace(config, pretrained=pretrained, vae=vae, text_encoder=text)
+
+
+def add_frozen_paths(parser: argparse.ArgumentParser) -> None:
+    """Add options for other paths of a trained model's frozen parts, which `frozen_paths` reads."""
+    group = parser.add_argument_group("frozen parts, where they are not at the paths of the training")
+    group.add_argument("--pretrained", metavar="FOLDER", help="folder in the diffusers layout, or hub name")
+    group.add_argument("--vae", metavar="FOLDER", help="folder of the VAE, if it is not that of --pretrained")
+    group.add_argument("--text-encoder", metavar="FOLDER", help="folder of the language model, if there is one")
+
+
+def frozen_paths(arguments: argparse.Namespace) -> FrozenPaths:
+    """Read the options of `add_frozen_paths`."""
+    return FrozenPaths(pretrained=arguments.pretrained, vae=arguments.vae, text_encoder=arguments.text_encoder)
