@@ -8,12 +8,14 @@ from typing import Any
 from PIL import Image
 
 from diffusion.errors import ConfigurationError, MachineError
+from diffusion.launch import LOOPBACK
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.sampling import image_grid, image_seeds
 
 try:
     import gradio as gr
     from starlette.datastructures import MutableHeaders
+    from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
 except ImportError as error:
     raise MachineError("the page needs the package gradio; uv pip install -e '.[page]'") from error
@@ -22,6 +24,15 @@ MAX_IMAGES, MAX_STEPS = 16, 200
 
 MAX_STRETCH = 2
 """Largest height and width, in resolutions of the model: attention memory grows with the fourth power of a side."""
+
+MAX_PROMPT = 4000
+"""Largest number of characters of a prompt. Text encoders read 77 to 512 tokens."""
+
+MAX_WAITING = 20
+"""Largest number of requests in the queue; further ones are rejected."""
+
+MAX_BODY = 2**18
+"""Largest body of a request, in bytes."""
 
 _POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
@@ -68,6 +79,8 @@ def build_page(
         used = [name for name in names if name in chosen]
         if not used:
             raise gr.Error("choose at least one of the weights", print_exception=False)
+        if max(len(prompt), len(negative_prompt)) > MAX_PROMPT:
+            raise gr.Error(f"a prompt has at most {MAX_PROMPT} characters", print_exception=False)
         grids: dict[str, Image.Image] = {}
         try:
             seeds = image_seeds(image_seeds(seed, 1)[0], num_images)
@@ -92,8 +105,10 @@ def build_page(
 
     with gr.Blocks(analytics_enabled=False, title=title) as page:
         gr.Markdown(f"# {title}")
-        prompt = gr.Textbox(label="Prompt", elem_id="prompt")
-        negative_prompt = gr.Textbox(label="Negative prompt (none: the empty caption)", elem_id="negative-prompt")
+        prompt = gr.Textbox(label="Prompt", max_length=MAX_PROMPT, elem_id="prompt")
+        negative_prompt = gr.Textbox(
+            label="Negative prompt (none: the empty caption)", max_length=MAX_PROMPT, elem_id="negative-prompt"
+        )
         with gr.Row():
             seed = gr.Number(0, label="Seed (none: random); image i gets seed + i", precision=0, elem_id="seed")
             num_steps = gr.Slider(1, max_steps, min(50, max_steps), step=1, label="Steps", elem_id="steps")
@@ -119,7 +134,7 @@ def build_page(
             [prompt, negative_prompt, seed, num_steps, guidance_scale, height, width, num_images, chosen],
             [*grids, seeds],
         )
-    return page
+    return page.queue(api_open=False, max_size=MAX_WAITING)  # No route of the API leads around the queue.
 
 
 def read_login(path: Path) -> tuple[str, str]:
@@ -144,14 +159,17 @@ def open_page(page: gr.Blocks, host: str, port: int | None, login: tuple[str, st
         page: the page.
         host: address to listen on.
         port: port to listen on; None: the first free one from 7860 on.
-        login: name and password that every visitor has to give; None: anybody may use the page.
+        login: name and password that every visitor has to give; None: anybody on this machine may use the page.
 
     Returns:
         Its address.
 
     Raises:
+        ConfigurationError: other machines can reach the address, and there is no login.
         MachineError: the port is not available.
     """
+    if host not in LOOPBACK and login is None:
+        raise ConfigurationError(f"--host {host}: a page that others can reach needs --login-file")
     try:
         _, address, _ = page.launch(
             server_name=host,
@@ -162,7 +180,7 @@ def open_page(page: gr.Blocks, host: str, port: int | None, login: tuple[str, st
             inbrowser=False,
             ssr_mode=False,
             quiet=True,
-            app_kwargs={"middleware": [Middleware(_OwnHostOnly)]},
+            app_kwargs={"middleware": [Middleware(_Bounds)]},
         )
     except OSError as error:
         where = f"--host {host}" if port is None else f"--host {host} --port {port}"
@@ -170,16 +188,26 @@ def open_page(page: gr.Blocks, host: str, port: int | None, login: tuple[str, st
     return address
 
 
-class _OwnHostOnly:
-    """ASGI middleware that restricts browsers to content of this server."""
+class _Bounds:
+    """ASGI middleware that restricts browsers to content of this server, and the bodies of requests to MAX_BODY."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        num_bytes = 0
+
+        async def receive_bounded() -> Any:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > MAX_BODY:
+                raise HTTPException(413)
+            return message
+
         async def send_with_policy(message: Any) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["Content-Security-Policy"] = _POLICY
             await send(message)
 
-        await self.app(scope, receive, send_with_policy)
+        await self.app(scope, receive_bounded, send_with_policy)

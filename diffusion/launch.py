@@ -39,6 +39,9 @@ from diffusion.distributed import (
 )
 from diffusion.errors import ConfigurationError, MachineError, PreemptedError, UserError, first_line
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""Addresses that other machines cannot reach."""
+
 _PACKAGES = (
     "torch",
     "mosaicml",

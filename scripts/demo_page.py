@@ -22,7 +22,7 @@ def parse_arguments() -> argparse.Namespace:
         help="weights to compare. raw: training weights; ema: their average; decay-0.999: one of several averages. "
         "Default: raw, and ema if there is one",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; for others, give --login-file")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; others need --login-file")
     parser.add_argument("--port", type=int, help="default: the first free port from 7860")
     parser.add_argument("--device", default=None, help="cpu, cuda ...; default: a GPU if available")
     parser.add_argument("--login-file", type=Path, help="file with a line NAME:PASSWORD, which visitors have to give")

@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import urlencode, urlsplit
 
 from diffusion.errors import ConfigurationError, MachineError
-from diffusion.launch import CommandParser, positive, run_command
+from diffusion.launch import LOOPBACK, CommandParser, positive, run_command
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -57,7 +57,7 @@ def parse_arguments() -> argparse.Namespace:
 def serve(arguments: argparse.Namespace) -> None:
     """Answer raters until the command is ended."""
     from diffusion.evaluation.preference.images import collect
-    from diffusion.evaluation.preference.server import LOOPBACK, open_server, signed_name
+    from diffusion.evaluation.preference.server import open_server, signed_name
     from diffusion.evaluation.preference.store import Settings, Store
 
     if (arguments.host not in LOOPBACK or arguments.public_url) and not arguments.raters:

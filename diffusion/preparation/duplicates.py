@@ -13,7 +13,8 @@ share or are near to; images with the same bytes have the same perceptual hash, 
 Near hashes are found without comparing all with all: the 64 bits are cut into blocks, and two hashes within the
 distance are equal in at least (blocks - distance) blocks (the pigeonhole principle). For each choice of this many
 blocks the bits are permuted so that the chosen ones come first, the hashes are sorted, and neighbours with equal first
-bits are compared. Time grows about linearly, except where very many distinct hashes agree in most bits.
+bits are compared. Where very many distinct hashes agree in these bits, as crafted ones do, a hash is compared with the
+next ones only, so that time and memory grow about linearly with any hashes; such hashes are reported as dense.
 """
 
 import itertools
@@ -36,6 +37,9 @@ _SORT_COST = 4
 _MAX_THREADS = 4
 """Each holds a permuted copy of the hashes."""
 
+_MAX_COMPARED, _MAX_PAIRS = 1024, 128
+"""Largest number of following hashes that a hash is compared with in one search, and of pairs that it gets there."""
+
 _CHUNK = 2**17
 """Hashes that are compared at a time: they fit into a processor's cache."""
 
@@ -50,6 +54,9 @@ class Candidates:
     pairs: NDArray[np.int64]
     """int64 [P, 2]: indices of the different values that are near, each pair once."""
 
+    dense: NDArray[np.uint64]
+    """uint64 [D], ascending: hashes with too many others around them, so that some of their pairs may be missing."""
+
 
 def find_candidates(hashes: NDArray[np.uint64], max_distance: int | None) -> Candidates:
     """Find the hashes that several images share, and those that are near to others.
@@ -62,10 +69,10 @@ def find_candidates(hashes: NDArray[np.uint64], max_distance: int | None) -> Can
     starts = np.flatnonzero(np.concatenate([[True], hashes[1:] != hashes[:-1]])) if len(hashes) else np.empty(0, int)
     shared = hashes[starts[np.diff(starts, append=len(hashes)) > 1]]
     if not max_distance:
-        return Candidates(shared, np.empty((0, 2), np.int64))
-    pairs = _near_pairs(hashes[starts], max_distance)
+        return Candidates(shared, np.empty((0, 2), np.int64), np.empty(0, np.uint64))
+    pairs, dense = _near_pairs(hashes[starts], max_distance)
     values = np.union1d(shared, pairs)
-    return Candidates(values, np.searchsorted(values, pairs))
+    return Candidates(values, np.searchsorted(values, pairs), dense)
 
 
 def find_duplicates(
@@ -146,33 +153,37 @@ def _greedy(low: NDArray[np.int64], high: NDArray[np.int64], num: int) -> NDArra
 # Near pairs
 
 
-def _near_pairs(hashes: NDArray[np.uint64], distance: int) -> NDArray[np.uint64]:
-    """Find all pairs within a distance.
+def _near_pairs(hashes: NDArray[np.uint64], distance: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Find the pairs within a distance: all, except for some of dense hashes.
 
     Args:
         hashes: uint64 [N], all different.
         distance: largest number of differing bits.
 
     Returns:
-        uint64 [P, 2]: the hashes of each pair, once.
+        uint64 [P, 2]: the hashes of each pair, once; uint64 [D], ascending: dense hashes.
     """
     blocks, num_equal = _choose_blocks(len(hashes), distance)
     choices = list(itertools.combinations(blocks, num_equal))
     masks = [np.bitwise_or.reduce([_mask(block) for block in chosen]) for chosen in choices]
 
-    def search(number: int) -> NDArray[np.uint64]:
+    def search(number: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
         moves = _moves([*choices[number], *(block for block in blocks if block not in choices[number])])
         back = [(_shift(mask, bits), -bits) for mask, bits in moves]
-        found = [_permute(pairs, back) for pairs in _neighbours(_permute(hashes, moves), choices[number], distance)]
-        pairs = np.concatenate(found) if found else np.empty((0, 2), np.uint64)
-        difference = pairs[:, 0] ^ pairs[:, 1]
-        is_new = np.ones(len(pairs), bool)
-        for earlier in masks[:number]:
-            is_new &= (difference & earlier) != 0  # The search for that mask has found the others.
-        return pairs[is_new]
+        found, dense = [np.empty((0, 2), np.uint64)], [np.empty(0, np.uint64)]
+        for permuted, some in _neighbours(_permute(hashes, moves), choices[number], distance):
+            pairs = _permute(permuted, back)
+            difference = pairs[:, 0] ^ pairs[:, 1]
+            is_new = np.ones(len(pairs), bool)
+            for earlier in masks[:number]:
+                is_new &= (difference & earlier) != 0  # The search for that mask has found the others.
+            found.append(pairs[is_new])
+            dense.append(_permute(some, back))
+        return np.concatenate(found), np.concatenate(dense)
 
     with ThreadPoolExecutor(min(num_cores(), _MAX_THREADS)) as threads:
-        return np.concatenate(list(threads.map(search, range(len(choices)))))
+        pairs, dense = zip(*threads.map(search, range(len(choices))), strict=True)
+    return np.concatenate(pairs), np.unique(np.concatenate(dense))
 
 
 _Block = tuple[int, int]
@@ -219,20 +230,32 @@ def _shift(values: Any, bits: int) -> Any:
     return values << np.uint64(bits) if bits >= 0 else values >> np.uint64(-bits)
 
 
-def _neighbours(hashes: NDArray[np.uint64], chosen: Sequence[_Block], distance: int) -> Iterator[NDArray[np.uint64]]:
-    """Sort in place, and yield the pairs within the distance that agree in the highest bits: uint64 [P, 2]."""
+def _neighbours(
+    hashes: NDArray[np.uint64], chosen: Sequence[_Block], distance: int
+) -> Iterator[tuple[NDArray[np.uint64], NDArray[np.uint64]]]:
+    """Sort in place, and yield pairs within the distance that agree in the highest bits, and dense hashes.
+
+    Yields:
+        uint64 [P, 2], and uint64 [D].
+    """
     num_bits = sum(high - low for low, high in chosen)
     limit = np.uint64(1 << (HASH_BITS - num_bits))  # Of the difference of two that agree.
     hashes.sort()
     for start in range(0, len(hashes), _CHUNK):
         places = np.arange(start, min(start + _CHUNK, len(hashes) - 1))
-        for step in itertools.count(1):
+        num_pairs = np.zeros(len(places), np.int16)
+        for step in range(1, _MAX_COMPARED + 1):
             difference = hashes[places] ^ hashes[places + step]
             agree = np.flatnonzero(difference < limit)
             places, difference = places[agree], difference[agree]
             near = places[np.bitwise_count(difference) <= distance]
+            num_pairs[near - start] += 1
+            is_full = num_pairs[places - start] == _MAX_PAIRS
             if len(near):
-                yield np.stack([hashes[near], hashes[near + step]], axis=1)
+                yield np.stack([hashes[near], hashes[near + step]], axis=1), hashes[places[is_full]]
+            places = places[~is_full]
             places = places[: np.searchsorted(places, len(hashes) - 1 - step)]
             if not len(places):
                 break
+        else:
+            yield np.empty((0, 2), np.uint64), hashes[places]

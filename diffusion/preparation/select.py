@@ -375,6 +375,12 @@ def _find_duplicates(connection: "duckdb.DuckDBPyConnection", config: Duplicates
     hashes = fetch_arrays(connection, "SELECT phash FROM images WHERE reason = ''")["phash"]
     candidates = find_candidates(hashes, config.max_distance if config.near else None)
     del hashes
+    if num_dense := len(candidates.dense):
+        message = (
+            "%s different perceptual hashes have so many near ones that not all were compared: copies of these images "
+            "may be kept. One is %s; look at its images, which may have been made for this, and filter them"
+        )
+        logger.warning(message, f"{num_dense:,}", candidates.dense[0])
     add_table(connection, "candidates", pa.table({"phash": candidates.values}))
     query = """SELECT part, row_number, phash, high, low, width::BIGINT * height AS pixels, "order", kept_before
         FROM images SEMI JOIN candidates USING (phash) WHERE reason = ''"""

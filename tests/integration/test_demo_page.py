@@ -5,6 +5,7 @@ import io
 import json
 import runpy
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from gradio_client.exceptions import AppError
 from PIL import Image
 
 from diffusion.config.loading import load_config
-from diffusion.demo_page import build_page, open_page, read_login
+from diffusion.demo_page import MAX_BODY, MAX_PROMPT, MAX_WAITING, build_page, open_page, read_login
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.loading import load_model
 from diffusion.models.build import build_model
@@ -202,6 +203,41 @@ def test_a_cap_holds_on_the_server(model, monkeypatch):
         assert len(calls) == 2
     finally:
         page.close(verbose=False)
+
+
+def test_requests_are_bounded_before_they_cost_anything(model, monkeypatch):
+    release = threading.Event()
+    images = [Image.new("RGB", (8, 8))]
+    monkeypatch.setattr(type(model), "generate", lambda *args, **options: release.wait(300) and images)
+    page = build_page({"raw": model}, "a model")
+    try:
+        address = open_page(page, "127.0.0.1", None)
+
+        def ask(route: str, prompt: str = PROMPT) -> requests.Response:
+            data = {"data": [prompt, "", 5, 1, 3, model.resolution, model.resolution, 1, ["raw"]]}
+            return requests.post(f"{address}gradio_api/{route}/generate", json=data, timeout=300)
+
+        assert ask("run").status_code == 404, "no way around the queue"
+        assert ask("call", "a" * 2 * MAX_BODY).status_code == 413
+        codes = [ask("call").status_code for _ in range(MAX_WAITING + 3)]
+        assert codes[:MAX_WAITING] == [200] * MAX_WAITING
+        assert codes[-1] == 503, "the queue is full"
+        release.set()
+        with pytest.raises(AppError, match="characters"):
+            Client(address, verbose=False, httpx_kwargs={"timeout": 300}).predict(
+                "a" * (MAX_PROMPT + 1), "", 5, 1, 3, 8, 8, 1, ["raw"], api_name="/generate"
+            )
+    finally:
+        release.set()
+        page.close(verbose=False)
+
+
+def test_an_address_that_others_can_reach_needs_a_login():
+    with gradio.Blocks(analytics_enabled=False) as page:
+        pass
+    for host in ("0.0.0.0", "::"):
+        with pytest.raises(ConfigurationError, match="--login-file"):
+            open_page(page, host, None)
 
 
 @pytest.mark.browser

@@ -7,11 +7,14 @@ import random
 import re
 import runpy
 import shutil
+import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 import requests
@@ -19,8 +22,9 @@ from itsdangerous import Signer, TimestampSigner
 from PIL import Image
 
 from diffusion.errors import ConfigurationError
-from diffusion.evaluation.preference.server import BURST, RateLimit
-from diffusion.evaluation.preference.store import Store
+from diffusion.evaluation.preference.images import collect
+from diffusion.evaluation.preference.server import BURST, RateLimit, open_server
+from diffusion.evaluation.preference.store import Settings, Store
 from tests.tools.devtools import CHROMIUM, Tab
 from tests.tools.forking import free_port
 from tests.tools.preference_studies import MODELS, SCRIPT, serving, write_models
@@ -181,6 +185,25 @@ def test_too_many_requests_of_a_rater_are_refused_and_others_are_answered(tmp_pa
         assert bert.get(address + "rate", timeout=300).status_code == 200
         time.sleep(1)
         assert anna.get(address + "rate", timeout=300).status_code == 200
+
+
+def test_large_bodies_and_idle_connections_of_strangers_leave_room_for_raters(tmp_path):
+    write_models(tmp_path, size=8)
+    images = collect({name: tmp_path / name for name in MODELS[:2]}, tmp_path / "prompts.txt")
+    settings = Settings(seed=1, num_pairs=1, num_repeats=0, num_checks=0)
+    store = Store.create_or_continue(tmp_path / "votes.sqlite", images, settings)
+    server, port = open_server(store, images, secret="s" * 32, raters=["anna"], host="127.0.0.1", port=0)
+    threading.Thread(target=server.run, daemon=True).start()
+    with ExitStack() as opened:
+        idle = []
+        for _ in range(150):
+            idle.append(opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20)))
+            idle[-1].sendall(b"POST /vote HTTP/1.1\r\n")
+        assert requests.get(f"http://127.0.0.1:{port}/", timeout=20).status_code == 403
+        idle[0].sendall(b"Host: 127.0.0.1\r\nContent-Length: 300000000\r\n\r\n")
+        assert b" 413 " in idle[0].recv(100), "an answer before the body"
+        server.maintenance(time.time() + 60)
+        assert idle[1].recv(100) == b"", "closed"
 
 
 def test_requests_come_back_at_a_rate():

@@ -2,9 +2,9 @@
 
 import functools
 import io
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +42,8 @@ class ImageSet:
     @property
     def pairs(self) -> list[tuple[int, int, int]]:
         """Item and two models, as numbers, of each pair of images."""
-        return [(i, a, b) for i in range(len(self.items)) for a, b in combinations(range(len(self.models)), 2)]
+        models = list(itertools.combinations(range(len(self.models)), 2))
+        return [(i, a, b) for i in range(len(self.items)) for a, b in models]
 
 
 def collect(folders: Mapping[str, Path], prompts_file: Path) -> ImageSet:
@@ -57,7 +58,8 @@ def collect(folders: Mapping[str, Path], prompts_file: Path) -> ImageSet:
 
     Raises:
         ConfigurationError: fewer than two models, or no prompts in the file.
-        DataError: a folder has no images, lacks a prompt, or has another number for a prompt than the first folder.
+        DataError: a folder has no images, lacks a prompt, or has another number for a prompt than the first folder; a
+            listing or a link names an image outside of its folder.
     """
     if len(folders) < 2:
         raise ConfigurationError("a comparison takes two models or more: A=FOLDER B=FOLDER")
@@ -65,6 +67,8 @@ def collect(folders: Mapping[str, Path], prompts_file: Path) -> ImageSet:
     for prompt in read_prompts(prompts_file):
         prompts.setdefault(prompt.text, prompt)
     found = {name: _images_by_prompt(folder, list(prompts)) for name, folder in folders.items()}
+    for name, folder in folders.items():
+        _check_paths(folder, itertools.chain.from_iterable(found[name].values()))
     first = next(iter(folders))
     items = []
     for text, prompt in prompts.items():
@@ -99,6 +103,14 @@ def _images_by_prompt(folder: Path, texts: Sequence[str]) -> dict[str, list[Path
             "same number for each, in the order of the prompts, or a folder that scripts/generate.py has written"
         )
     return {text: images[i * per_prompt : (i + 1) * per_prompt] for i, text in enumerate(texts)}
+
+
+def _check_paths(folder: Path, images: Iterable[Path]) -> None:
+    """Reject images outside of their folder, whose listing may be someone else's: the server would publish them."""
+    top = folder.resolve()
+    for image in images:
+        if not image.resolve().is_relative_to(top):
+            raise DataError(f"{image} is outside of {folder} and would be shown to raters: copy it into the folder")
 
 
 @functools.lru_cache(maxsize=64)

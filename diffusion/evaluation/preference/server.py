@@ -24,11 +24,16 @@ from werkzeug.exceptions import SecurityError
 from diffusion.errors import MachineError
 from diffusion.evaluation.preference.images import ImageSet, check_image, served_image
 from diffusion.evaluation.preference.store import ANSWERS, QUESTIONS, Presentation, Store, generator
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+from diffusion.launch import LOOPBACK
 
 REQUESTS_PER_SECOND, BURST = 10.0, 1000
 """Requests of a rater, or of an address without one, in the long run and at once. A screen takes four to seven."""
+
+MAX_BODY = 16_384
+"""Largest body of a request, in bytes. A vote has about 100."""
+
+CHANNEL_TIMEOUT, CONNECTION_LIMIT = 30, 500
+"""Seconds until an idle connection is closed, and number of connections."""
 
 _SECURITY = {
     "Content-Security-Policy": "default-src 'none'; img-src 'self'; style-src 'self'; script-src 'self'; "
@@ -106,7 +111,7 @@ def open_server(
         RATERS=frozenset(raters),
         LIMIT=RateLimit(REQUESTS_PER_SECOND, BURST),
         TRUSTED_HOSTS=[url.hostname] if url.hostname else trusted,
-        MAX_CONTENT_LENGTH=16_384,
+        MAX_CONTENT_LENGTH=MAX_BODY,
         SECRET_KEY=secret,
         SESSION_COOKIE_NAME=f"study-{store.study_id}",  # Cookies are shared by all ports of a host.
         SESSION_COOKIE_SAMESITE="Lax",
@@ -123,7 +128,18 @@ def open_server(
         "trusted_proxy_headers": {"x-forwarded-for", "x-forwarded-proto"},
         "clear_untrusted_proxy_headers": True,
     }
-    server = create_server(app, sockets=[listener], threads=8, ident=None, **(proxy if public_url else {}))
+    server = create_server(
+        app,
+        sockets=[listener],
+        threads=8,
+        ident=None,
+        max_request_body_size=MAX_BODY,
+        channel_timeout=CHANNEL_TIMEOUT,
+        cleanup_interval=5,
+        connection_limit=CONNECTION_LIMIT,
+        asyncore_use_poll=True,  # select() fails at descriptors from 1,024.
+        **(proxy if public_url else {}),
+    )
     return server, listener.getsockname()[1]
 
 

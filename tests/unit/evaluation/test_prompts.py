@@ -41,6 +41,21 @@ def test_what_generate_writes_is_what_evaluation_and_preference_read(tmp_path):
     assert [[path.name for path in item.images] for item in items] == [[f"{i:05d}.png"] * 2 for i in range(3)]
 
 
+@pytest.mark.parametrize("kind", ["absolute", "relative", "link", "link without a listing"])
+def test_an_image_outside_of_its_folder_is_not_shown_to_raters(tmp_path, kind):
+    private = folder_of_images(tmp_path / "private", 1) / "00000.png"
+    good, bad = folder_of_images(tmp_path / "good", 1), folder_of_images(tmp_path / "bad", 0)
+    (bad / "link.png").symlink_to(private)
+    name = {"absolute": str(private), "relative": "../private/00000.png"}.get(kind, "link.png")
+    if kind != "link without a listing":
+        write_listing(bad, [{"file_name": name, "prompt": "one"}])
+    (tmp_path / "prompts.txt").write_text("one\n")
+    (tmp_path / "alias").symlink_to(good)
+    assert collect({"a": good, "b": tmp_path / "alias"}, tmp_path / "prompts.txt").items
+    with pytest.raises(DataError, match="outside"):
+        collect({"a": good, "b": bad}, tmp_path / "prompts.txt")
+
+
 def test_a_wrong_line_is_named(tmp_path):
     folder = folder_of_images(tmp_path / "a", 1)
     assert read_listing(folder) is None

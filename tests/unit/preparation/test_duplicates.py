@@ -76,6 +76,25 @@ def test_every_near_pair_is_found(num, distance):
     assert (np.bitwise_count(one ^ other) <= distance).all()
     assert 50 <= len(candidates.pairs) <= 100
     assert np.isin(candidates.values, phash).all()
+    assert not len(candidates.dense)
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_hashes_crafted_to_be_near_cost_a_bounded_time_and_are_reported(step):
+    """With step 4 most of the crafted ones agree in many bits without being near."""
+    num = 2**13
+    numbers = np.arange(num, dtype=np.uint64)
+    crafted = np.zeros(num, np.uint64)
+    for i in range(13):
+        crafted |= (numbers >> np.uint64(i) & np.uint64(1)) * np.bitwise_or.reduce(BITS[i * step : i * step + step])
+    random = np.random.default_rng(1)
+    others = random.integers(0, 2**64, 2000, dtype=np.uint64)
+    others[1::2] = others[::2] ^ BITS[:1000:16].repeat(250)[:1000]
+    candidates = find_candidates(np.concatenate([crafted, others]), 4)
+    assert np.isin(candidates.dense, crafted).mean() > 0.99
+    assert len(candidates.dense) > num / 2
+    assert np.isin(others, candidates.values).all(), "the copies of others are found"
+    assert len(candidates.pairs) < 200 * num
 
 
 def test_the_largest_stays_then_the_first_in_the_order():
