@@ -138,7 +138,7 @@ def scan_sources(
             or a source has changed in what was scanned before.
         MachineError: a file cannot be read or written, or a worker died.
     """
-    sources = open_configured(config, keep_emptied=only is not None)
+    sources = open_configured(config, as_scanned=only is not None)
     _check_apart(sources, config.out)
     settings = {"limits": to_dict(config.limits), "partition_size": config.partition_size}
     scan = Scan([], [], settings)
@@ -156,7 +156,9 @@ def scan_sources(
     except OutdatedError:
         if not overwrite:
             raise
-        listed = [source.partitions() for source in sources]  # Their mistakes are found before anything is removed.
+        listed = [
+            source.partitions().checked() for source in sources
+        ]  # Their mistakes are found before anything is removed.
         clear(config.out)
         scan = _add_partitions(config, Scan(sources, [], settings), workers, listed)
     if not scan.partitions:
@@ -166,9 +168,9 @@ def scan_sources(
     return scan
 
 
-def open_configured(config: PrepareConfig, *, keep_emptied: bool = False) -> list[Source]:
-    """Open the sources of a configuration; with `keep_emptied`, those of the scan that hold no file any more, too."""
-    scanned = Scan.read(config.out).sources if keep_emptied and storage.exists(storage.join(config.out, SCAN)) else ()
+def open_configured(config: PrepareConfig, *, as_scanned: bool = False) -> list[Source]:
+    """Open the sources of a configuration; with `as_scanned`, those of the scan as what they were then."""
+    scanned = Scan.read(config.out).sources if as_scanned and storage.exists(storage.join(config.out, SCAN)) else ()
     return open_sources(
         config.sources, config.image_column, config.caption_column, config.limits, config.partition_size, scanned
     )
@@ -252,10 +254,12 @@ def _add_partitions(
     parts = list(scan.partitions)
     scanned = scan.files()
     for index, source in enumerate(scan.sources):
+        if only is not None and index not in only:
+            continue
         with local_metadata(config, scan, index) as known:
-            wanted = None if only is None else only.get(index, {})
-            found = listed[index] if listed else source.partitions(known, wanted)
+            found = listed[index] if listed else source.partitions(known, None if only is None else only[index])
             if only is None:
+                found.checked()
                 _check_unchanged(config, source, found, known, scan.settings["limits"], workers)
             for partition in found.new:
                 if (index, partition.file, partition.version) in scanned:

@@ -77,9 +77,14 @@ class Source:
     suffixes: ClassVar[tuple[str, ...]] = ()
 
     @property
+    def location(self) -> str:
+        """Absolute path or URL, with the pattern."""
+        return storage.join(self.root, self.pattern) if self.pattern else self.root
+
+    @property
     def path(self) -> str:
         """Where it is, for messages and manifests."""
-        return printable(shown(storage.join(self.root, self.pattern) if self.pattern else self.root))
+        return printable(shown(self.location))
 
     def description(self) -> dict[str, Any]:
         """Fields as JSON, of which `sources.from_description` makes an equal source."""
