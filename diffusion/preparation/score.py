@@ -74,6 +74,7 @@ class _Step:
     plugin: Config
     identity: dict[str, Any]
     """What determines the results, beside the images; as in `scores.json`."""
+    convert_to_srgb: bool
 
     @property
     def column(self) -> str:
@@ -111,7 +112,8 @@ def score(config: PrepareConfig, scan: Scan, *, workers: Workers, progress: bool
         names = ("path", "arguments", "batch_size", *(["mode"] if isinstance(plugin, CaptionerConfig) else []))
         values = to_dict(plugin)
         identity = {**{name: values[name] for name in names}, "captions": captions}
-        _run_missing(_Step(out=config.out, key=key, plugin=plugin, identity=identity), scan, workers, progress)
+        step = _Step(out=config.out, key=key, plugin=plugin, identity=identity, convert_to_srgb=config.convert_to_srgb)
+        _run_missing(step, scan, workers, progress)
         if isinstance(plugin, CaptionerConfig):
             captions = identity
 
@@ -139,7 +141,7 @@ def _run_missing(step: _Step, scan: Scan, workers: Workers, progress: bool) -> N
             step.write(number, {step.column: pa.nulls(num_rows, kind or pa.float64())})
 
     with progress_bar(step.column, len(numbers), unit=" partitions", shown=progress) as bar:
-        for result in run(_on_gpus(workers, num_gpus), make, tasks, num_gpus=num_gpus):
+        for result in run(_on_gpus(workers, num_gpus), make, tasks, num_gpus=num_gpus, describe=_describe):
             bar.update()
             failed += result.failed
             if result.kind is None:
@@ -160,6 +162,11 @@ def _run_missing(step: _Step, scan: Scan, workers: Workers, progress: bool) -> N
     if failed:
         logger.warning("%s failed on %d images, which have no value in %s; the first: %s", step.plugin.path,
                        len(failed), step.column, sorted(failed)[0])  # fmt: skip
+
+
+def _describe(task: tuple[Source, Partition]) -> str:
+    source, partition = task
+    return source.describe(partition)
 
 
 def _finished_parts(step: _Step) -> set[int]:
@@ -259,7 +266,7 @@ class _Worker:
             locations = [Location(**{name: rows[i][name] for name in LOCATION}) for i in chosen]
             images = source.images(partition, locations)
         decoded = (
-            (i, None if content is None else _decode(rows[i], content))
+            (i, None if content is None else _decode(rows[i], content, self._step.convert_to_srgb))
             for i, content in zip(chosen, images, strict=True)
         )
         for batch in _batches(decoded, self._config.batch_size):
@@ -289,11 +296,11 @@ def _is_usable(row: dict[str, Any]) -> bool:
     return row["reason"] == "" or (row["reason"] in WITHOUT_CAPTION and row["xxh128"] is not None)
 
 
-def _decode(row: dict[str, Any], content: bytes) -> Image.Image:
+def _decode(row: dict[str, Any], content: bytes, convert_to_srgb: bool) -> Image.Image:
     if xxhash.xxh3_128_hexdigest(content) != row["xxh128"]:
         raise DataError(f"{row['key']} has changed since it was scanned; restore it, or choose another output folder")
     try:
-        return decode_rgb(content)
+        return decode_rgb(content, convert_to_srgb=convert_to_srgb)
     except UndecodableImageError as error:
         raise DataError(f"{row['key']} cannot be decoded to its full size: {error}") from error
 

@@ -100,7 +100,7 @@ def test_only_what_is_missing_or_of_other_arguments_is_computed(data):
 def test_the_order_of_workers_does_not_matter_and_a_killed_run_goes_on(data, monkeypatch):
     scorers = [scorer("Redness", "redness", batch_size=2)]
 
-    def stops_after_one(workers, make, tasks, *, num_gpus):
+    def stops_after_one(workers, make, tasks, **_):
         work = make()
         yield work(list(tasks)[-1])
         raise KeyboardInterrupt
@@ -118,7 +118,7 @@ def test_the_order_of_workers_does_not_matter_and_a_killed_run_goes_on(data, mon
 def test_a_part_without_values_is_not_computed_again_after_a_kill(data, monkeypatch):
     texts = scorer("FirstWords", "x", arguments={"values": {"red 0": "r"}})
 
-    def stops_after_two(workers, make, tasks, *, num_gpus):
+    def stops_after_two(workers, make, tasks, **_):
         work = make()
         yield from map(work, tasks)
         raise KeyboardInterrupt
