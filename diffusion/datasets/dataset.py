@@ -28,7 +28,7 @@ from diffusion.datasets.cache import CacheLimit, StreamShards, TierCounts, TierM
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.datasets.mds import ShardFiles
 from diffusion.datasets.sample_order import GlobalOrder, OrderSettings, RankOrder, describe_changes, stream_shapes
-from diffusion.datasets.streams import StreamLocation, Substitutes, find_substitutes
+from diffusion.datasets.streams import StreamLocation, Substitutes, converts_to_srgb, find_substitutes
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
 from diffusion.randomness import Purpose, random_word, sample_address
@@ -107,6 +107,7 @@ class TextImageDataset(Dataset):
         """Number of the first sample of each stream among the samples of all streams."""
         self.substitutes: list[Substitutes] = []
         """Of each stream."""
+        self._convert_to_srgb = [tokenize is not None and converts_to_srgb(location) for location in locations]
         for number, (stream, location) in enumerate(zip(self.streams, locations, strict=True)):
             stream.check_sizes(slice(rank, None, num_ranks))
             self._check_columns(number, location)
@@ -190,7 +191,7 @@ class TextImageDataset(Dataset):
         while True:
             columns = self.streams[stream].read(index)
             try:
-                return columns, decode_rgb(columns["image"])
+                return columns, decode_rgb(columns["image"], convert_to_srgb=self._convert_to_srgb[stream])
             except UndecodableImageError as error:
                 key = columns.get("key", str(index))
                 self.bad_images.count_bad(BadImage(stream=name, index=index, key=key, epoch=epoch, error=str(error)))

@@ -1,8 +1,8 @@
 """Bytes of an image file to an RGB image: the one way in which preparation, encoding and training decode.
 
 The image is what a viewer shows on a white page: upright by its EXIF orientation, transparency composited on white,
-16-bit samples scaled to 8 bits, the first frame of an animation. Colour profiles are not applied. Pillow's limit
-against decompression bombs stays on: what it warns about or refuses is refused here.
+16-bit samples scaled to 8 bits, the first frame of an animation. Colour profiles are applied if that is asked for,
+which is part of a data set's identity.
 """
 
 import functools
@@ -13,7 +13,9 @@ import zlib
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image
+from PIL import Image, PngImagePlugin
+
+from diffusion.datasets.colour_profiles import to_srgb
 
 FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "JPEG2000", "AVIF", "PPM")
 """Formats that are opened. Those that run other programs or have no signature (EPS, WMF, TGA ...) are rejected."""
@@ -30,6 +32,16 @@ EXTENSIONS = frozenset(
 MAX_BYTES = 512 * 2**20
 """Largest image file, in bytes."""
 
+BYTES_PER_PIXEL = 4
+"""Memory that Pillow takes for a pixel of a decoded image."""
+
+MAX_PIXELS = 2**29
+"""Pixels of the largest image: 2 GiB."""
+
+_PNG_TEXT_BYTES = 2**26
+"""Texts and profile of a PNG, decompressed."""
+
+_PHOTOMETRIC, _MIN_IS_WHITE = 262, 0
 _ORIENTATION = 0x0112
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -46,6 +58,10 @@ _DECODER_ERRORS = (
     *(RuntimeError, struct.error, zlib.error),
 )
 """What Pillow's decoders raise on damaged or hostile files."""
+
+
+_GREY_STEPS = {"L;2": 85, "L;4": 17}
+"""Levels of 256 between those of grey images with few bits."""
 
 
 class UndecodableImageError(ValueError):
@@ -67,16 +83,16 @@ class Reduced(NamedTuple):
     height: int
 
 
-def decode_rgb(data: bytes) -> Image.Image:
-    """Decode an image file to a loaded image of mode RGB, 8 bits per channel.
+def decode_rgb(data: bytes, *, convert_to_srgb: bool = False) -> Image.Image:
+    """Decode an image file to a loaded image of mode RGB, 8 bits per channel, converted to sRGB if it is to be.
 
     Raises:
         UndecodableImageError: the data is empty, truncated, damaged, of an unknown format or mode, or too large.
     """
-    return _decode(data, None).image
+    return _decode(data, None, MAX_PIXELS, convert_to_srgb).image
 
 
-def decode_reduced(data: bytes, side: int) -> Reduced:
+def decode_reduced(data: bytes, side: int, max_pixels: int = MAX_PIXELS) -> Reduced:
     """Decode an image file at 1/2, 1/4 or 1/8 of its size; still the whole file is read and checked.
 
     A JPEG is reduced by its decoder (which spares the rest of the inverse transform), others by averages of squares of
@@ -85,8 +101,9 @@ def decode_reduced(data: bytes, side: int) -> Reduced:
     Args:
         data: the whole file.
         side: the longer side does not become shorter than so many pixels.
+        max_pixels: an image that has more is too large; before it is decoded.
     """
-    return _decode(data, side)
+    return _decode(data, side, max_pixels, False)
 
 
 def resample(
@@ -105,7 +122,7 @@ def resample(
     return rows.resize(size, kind, box=(0, top, size[0], bottom))
 
 
-def _decode(data: bytes, side: int | None) -> Reduced:
+def _decode(data: bytes, side: int | None, max_pixels: int, convert_to_srgb: bool) -> Reduced:
     if not data:
         raise UndecodableImageError("undecodable", "the file is empty")
     if len(data) > MAX_BYTES:
@@ -114,8 +131,11 @@ def _decode(data: bytes, side: int | None) -> Reduced:
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
-            with Image.open(io.BytesIO(data), formats=_formats()) as image:
+            with Image.open(io.BytesIO(_with_alpha(data)), formats=_formats()) as image:
                 full = image.size
+                if full[0] * full[1] > max_pixels:
+                    raise UndecodableImageError("too_large", f"{full[0]} x {full[1]} pixels, more than {max_pixels}")
+                _scale_transparent_colour(image)
                 reduction = 1 if side is None else _reduction(max(full), side)
                 if reduction > 1:
                     image.draft("RGB", (max(full[0] // reduction, 1), max(full[1] // reduction, 1)))  # JPEG only
@@ -123,9 +143,11 @@ def _decode(data: bytes, side: int | None) -> Reduced:
                 image.load()
                 width, height = full if is_reduced else image.size  # a TIFF is turned when it is loaded
                 orientation = _orientation(image)
-                rgb = _to_rgb(image)
+                rgb = _to_rgb(image, image.info.get("icc_profile") if convert_to_srgb else None)
                 if reduction > 1 and not is_reduced:
                     rgb = rgb.reduce(reduction)
+        except UndecodableImageError:
+            raise
         except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
             raise UndecodableImageError("too_large", str(error)) from error
         except _DECODER_ERRORS as error:
@@ -147,7 +169,10 @@ def _reduction(longer: int, side: int) -> int:
 
 @functools.cache
 def _formats() -> tuple[str, ...]:
+    """Return the formats that Pillow can open; its limits become those of this module."""
     Image.init()
+    Image.MAX_IMAGE_PIXELS = MAX_PIXELS
+    PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = _PNG_TEXT_BYTES
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
@@ -160,37 +185,53 @@ def _orientation(image: Image.Image) -> int:
     return orientation if isinstance(orientation, int) else 1
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def _with_alpha(data: bytes) -> bytes:
+    """Set the flag of an animated WebP that it has transparency: Pillow shows the canvas in black without it."""
+    if data[:4] == b"RIFF" and data[8:16] == b"WEBPVP8X" and len(data) > 20 and data[20] & 0x02:
+        return data[:20] + bytes([data[20] | 0x10]) + data[21:]
+    return data
+
+
+def _to_rgb(image: Image.Image, profile: bytes | None) -> Image.Image:
     """Convert a loaded image of any mode to RGB, transparency on white."""
     if image.mode == "I" or image.mode.startswith("I;16"):
         return _sixteen_bits_to_rgb(image)
     if image.mode == "F":
         raise ValueError("floating-point samples have no defined range")
     if image.has_transparency_data:
-        _scale_transparent_colour(image)
         rgba = image.convert("RGBA")
         page = Image.new("RGB", image.size, "white")
-        page.paste(rgba, mask=rgba.getchannel("A"))
+        page.paste(to_srgb(rgba, profile), mask=rgba.getchannel("A"))
         return page
-    rgb = image.convert("RGB")
+    rgb = to_srgb(image, profile)
     rgb.info.clear()  # the orientation in it is applied by the caller and must not be applied again
     return rgb
 
 
 def _sixteen_bits_to_rgb(image: Image.Image) -> Image.Image:
     """Scale grey samples of 0 to 65535 to 0 to 255, a transparent value to white."""
-    samples = np.asarray(image).astype(np.int64)
+    samples = np.asarray(image)
     if samples.min() < 0 or samples.max() > 65535:
         raise ValueError("32-bit samples have no defined range")
-    grey = ((samples * 255 + 32767) // 65535).astype(np.uint8)
+    levels = ((np.arange(65536) * 255 + 32767) // 65535).astype(np.uint8)
+    if getattr(image, "tag_v2", {}).get(_PHOTOMETRIC) == _MIN_IS_WHITE:
+        levels = levels[::-1]
     transparent = image.info.get("transparency")
     if isinstance(transparent, int):
-        grey[samples == transparent] = 255
+        levels[transparent] = 255
+    grey, step = np.empty(samples.shape, np.uint8), max(1, 2**20 // image.width)
+    for start in range(0, len(samples), step):  # Indices take 8 bytes each.
+        grey[start : start + step] = levels[samples[start : start + step]]
     return Image.fromarray(grey).convert("RGB")
 
 
 def _scale_transparent_colour(image: Image.Image) -> None:
-    """Bring the transparent colour of a PNG with 16 bits per channel to the 8 bits that Pillow decodes it to."""
+    """Bring the transparent colour of a PNG that is not loaded yet to the 8 bits that Pillow decodes it to."""
     colour = image.info.get("transparency")
-    if image.mode == "RGB" and isinstance(colour, tuple) and max(colour) > 255:
+    if image.format != "PNG" or not image.tile or not isinstance(colour, int | tuple):
+        return
+    bits = image.tile[0].args
+    if bits == "RGB;16B" and isinstance(colour, tuple):
         image.info["transparency"] = tuple(value >> 8 for value in colour)
+    elif bits in _GREY_STEPS and isinstance(colour, int):
+        image.info["transparency"] = colour * _GREY_STEPS[bits]

@@ -106,6 +106,11 @@ class PreparedManifest:
         """Write `manifest.json` into a folder (path or s3://), atomically."""
         storage.write_json(storage.join(str(folder), MANIFEST), {"kind": self.KIND, **asdict(self)})
 
+    @property
+    def convert_to_srgb(self) -> bool:
+        """Whether images are converted to sRGB when they are decoded; not in data of earlier versions."""
+        return bool(self.settings.get("convert_to_srgb"))
+
     @classmethod
     def read(cls, folder: Path | str) -> "PreparedManifest":
         """Read that of a folder, a path or an s3:// URI.

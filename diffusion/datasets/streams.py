@@ -158,6 +158,13 @@ def find_manifest(source: str, access: Access | None = None, files: Files | None
     return next((content for _, content in _find_above(source, MANIFEST, access or Access(), files)), None)
 
 
+def converts_to_srgb(location: StreamLocation) -> bool:
+    """Whether the images of a stream are converted to sRGB when they are decoded, as its manifest says."""
+    manifest = find_manifest(location.source, location.access, location.files) or {}
+    settings = manifest.get("settings")
+    return isinstance(settings, dict) and bool(settings.get("convert_to_srgb"))
+
+
 def _find_above(source: str, name: str, access: Access, files: Files | None) -> Iterator[tuple[str, Any]]:
     """Find a JSON file one and two folders above a stream.
 

@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.datasets.mds import INDEX, Layout, SampleDecoder, ShardFiles, read_shard, read_shards, stored_file
-from diffusion.datasets.streams import StreamLocation, find_marked
+from diffusion.datasets.streams import StreamLocation, converts_to_srgb, find_marked
 from diffusion.errors import ConfigurationError, DataError, error_context
 from diffusion.evaluation.config import ReferenceConfig
 from diffusion.evaluation.protocol import text_hash
@@ -94,10 +94,12 @@ class PreparedSamples:
 
     def __init__(self, root: Path) -> None:
         self._shards: list[tuple[Path, dict[str, Any], str]] = []
+        self.convert_to_srgb = False
         removed: list[int] = []
         num = 0
         for folder in (index.parent for index in sorted(root.rglob(INDEX))):
             location = StreamLocation(name=folder.name, remote=None, local=str(folder))
+            self.convert_to_srgb |= converts_to_srgb(location)
             removed += sorted(num + index for index in set(find_marked(location)))
             for entry in read_shards(folder):
                 self._shards.append((folder, entry, str(folder.relative_to(root))))
@@ -212,7 +214,7 @@ def _prepared_image(samples: PreparedSamples, index: int) -> Image.Image:
     sample = samples.sample(index, ["image", "key"])
     if "image" not in sample:
         raise DataError("the data set has no images (is it encoded?): give the prepared one")
-    return _decode(sample["image"], f"sample {sample.get('key', index)}")
+    return _decode(sample["image"], f"sample {sample.get('key', index)}", samples.convert_to_srgb)
 
 
 def _scaled_squares(images: Images, size: int) -> Images:
@@ -220,8 +222,8 @@ def _scaled_squares(images: Images, size: int) -> Images:
     return Images(len(images), lambda index: ImageOps.fit(images[index], (size, size), method=Image.Resampling.BICUBIC))
 
 
-def _decode(content: bytes, name: str) -> Image.Image:
+def _decode(content: bytes, name: str, convert_to_srgb: bool = False) -> Image.Image:
     try:
-        return decode_rgb(content)
+        return decode_rgb(content, convert_to_srgb=convert_to_srgb)
     except UndecodableImageError as error:
         raise DataError(f"{name} cannot be decoded ({error}): remove it from the set") from error

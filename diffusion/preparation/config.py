@@ -193,6 +193,10 @@ class DuplicatesConfig:
 class LimitsConfig:
     """Limits of a single image; beyond one it is rejected as `too_large`."""
 
+    max_decoded_mb: int = bounded(640, min=1, max=2048)
+    """Memory in MiB of the decoded image, at 4 bytes a pixel: 640 are 167 megapixels. A worker takes up to three times
+    that; with transparency or a colour profile, five times."""
+
     max_image_mb: int = bounded(512, min=1, max=512)
     """Size of the image file in MiB."""
 
@@ -291,6 +295,10 @@ class PrepareConfig:
     """Column of the captions in tables of all sources, or key in .json files; null: the usual names."""
 
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+
+    convert_to_srgb: bool = True
+    """Convert images to sRGB by their ICC profile (Display P3, Adobe RGB) whenever they are decoded; the files stay as
+    they came. Data that an earlier version prepared stays without it when it grows."""
 
     captioner: CaptionerConfig | None = None
     """Writes captions, before any image is scored; null: none."""

@@ -15,6 +15,7 @@ import sys
 import threading
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
@@ -34,9 +35,12 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 _DIED = (
-    "a worker died or ran out of memory; what was finished is kept: run the command again, with fewer workers or more "
-    "memory for each; if it dies at the same place, take that file out"
+    "a worker died or ran out of memory{}; what was finished is kept: run the command again, with fewer workers or "
+    "more memory for each; if it dies at the same place, take that file out"
 )
+
+_is_worker = False
+"""Whether this process does nothing but tasks, and may end at any time."""
 
 _WAITING = 2
 """Tasks that a process holds: the one it works on, and the next."""
@@ -79,6 +83,8 @@ def run(
     tasks: Iterable[Task],
     *,
     num_gpus: float = 0.0,
+    describe: Callable[[Task], str] | None = None,
+    on_death: Callable[[Task], Task] | None = None,
 ) -> Iterator[Result]:
     """Do tasks and yield their results as they come, in any order.
 
@@ -87,24 +93,45 @@ def run(
     processes take tasks as they need them. `num_gpus` are those of each worker, or the share of one. Processes are
     given the GPUs of this machine in turn, and see no other; with 0 a process of several sees none.
 
+    A process may die at a task, or run out of memory. Where `on_death` is given, it says with which task to try again,
+    or raises an error; that is done last, when nothing else is running. Ray itself tries the same task again.
+
     Raises:
         UserError: that of a task, as it is; other exceptions likewise, with their traceback as the cause.
         ConfigurationError: Ray is asked for and not installed.
-        MachineError: a worker died, memory ran out, or Ray cannot be used or lacks the resources. What tasks have
-            written stays.
+        MachineError: a worker died or memory ran out, at the task that `describe` names, or Ray cannot be used or
+            lacks the resources. What tasks have written stays.
     """
     if workers.engine is Engine.ray:
         return _run_by_ray(workers, make, tasks, num_gpus)
     if workers.number == 1:
-        return _run_here(make, tasks)
-    return _run_by_processes(workers.number, make, tasks, num_gpus)
+        return _run_here(make, tasks, describe)
+    return _run_by_processes(workers.number, make, tasks, num_gpus, describe, on_death)
 
 
-def _run_here(make: Callable[[], Callable[[Task], Result]], tasks: Iterable[Task]) -> Iterator[Result]:
-    try:
-        yield from map(make(), tasks)
-    except MemoryError as error:
-        raise MachineError(_DIED) from error
+def _run_here(
+    make: Callable[[], Callable[[Task], Result]], tasks: Iterable[Task], describe: Callable[[Task], str] | None
+) -> Iterator[Result]:
+    function = make()
+    for task in tasks:
+        try:
+            yield function(task)
+        except MemoryError as error:
+            raise death_error(task, describe) from error
+
+
+def death_error(task: Task, describe: Callable[[Task], str] | None) -> MachineError:
+    """Make the error of a worker that died, or ran out of memory, at a task."""
+    return MachineError(_DIED.format(f" at {describe(task)}" if describe else ""))
+
+
+def end_after(seconds: float) -> None:
+    """End this process, if it is a worker's, once it has computed for so long; 0 stops that.
+
+    The kernel does it, so it ends a library that does not return, too.
+    """
+    if _is_worker:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 class _Worker:
@@ -122,6 +149,8 @@ class _Worker:
             return cloudpickle.dumps((self._function(cloudpickle.loads(task)), None, ""))
         except Exception as error:  # noqa: BLE001 it is raised in the parent
             where = traceback.format_exc()
+            if isinstance(error.__cause__, MemoryError):  # Causes are not pickled.
+                error = error.__cause__
             with contextlib.suppress(Exception):  # Some cannot be pickled, others not be made again.
                 answer = cloudpickle.dumps((None, error, where))
                 cloudpickle.loads(answer)
@@ -133,7 +162,7 @@ def _result(answer: bytes) -> Any:
     """Return the result in an answer of a worker, or raise its exception."""
     result, error, where = cloudpickle.loads(answer)
     if isinstance(error, MemoryError):
-        raise MachineError(_DIED) from error
+        raise MachineError(_DIED.format("")) from error
     if error is not None:
         raise error from RuntimeError(f"in a worker:\n{where}")
     return result
@@ -142,38 +171,77 @@ def _result(answer: bytes) -> Any:
 # Processes of this machine. Each is a new interpreter that gets tasks by a pipe. It does not run the main module again.
 
 
+class _Process:
+    """A process with the tasks that it holds, pickled; it works on the first."""
+
+    def __init__(self, make: bytes, gpus: str) -> None:
+        self.tasks: deque[bytes] = deque()
+        self.gpus = gpus
+        self.connection, self._process = _start_process(gpus)
+        with contextlib.suppress(ConnectionError):  # It has died, as its pipe will say.
+            self.connection.send((sys.path, make))
+
+    def give(self, tasks: Iterator[bytes], number: int = 1) -> None:
+        """Send it some tasks, as far as there are any."""
+        for task in itertools.islice(tasks, number):
+            self.tasks.append(task)
+            with contextlib.suppress(ConnectionError):
+                self.connection.send_bytes(task)
+
+    def end(self) -> None:
+        self.connection.close()
+        self._process.kill()
+        self._process.wait()
+
+
 def _run_by_processes(
-    number: int, make: Callable[[], Callable[[Task], Result]], tasks: Iterable[Task], num_gpus: float
+    number: int,
+    make: Callable[[], Callable[[Task], Result]],
+    tasks: Iterable[Task],
+    num_gpus: float,
+    describe: Callable[[Task], str] | None,
+    on_death: Callable[[Task], Task] | None,
 ) -> Iterator[Result]:
-    pickled, waiting = cloudpickle.dumps(make), map(cloudpickle.dumps, tasks)
+    pickled = cloudpickle.dumps(make)
+    waiting: Iterator[bytes] = map(cloudpickle.dumps, tasks)
     gpus = visible_gpus() if num_gpus else []
-    processes: dict[Connection, subprocess.Popen[bytes]] = {}
-    in_flight: dict[Connection, int] = {}
+    processes: list[_Process] = []
+    suspects: deque[bytes] = deque()
     try:
         for index, task in enumerate(itertools.islice(waiting, number)):
-            connection, process = _start_process(_gpus_of(index, num_gpus, gpus))
-            processes[connection], in_flight[connection] = process, 1
-            connection.send((sys.path, pickled))
-            connection.send_bytes(task)
-        for connection, task in zip(list(processes) * (_WAITING - 1), waiting, strict=False):
-            connection.send_bytes(task)
-            in_flight[connection] += 1
-        while any(in_flight.values()):
-            for connection in wait([one for one, count in in_flight.items() if count]):
-                assert isinstance(connection, Connection)
-                answer = connection.recv_bytes()
-                in_flight[connection] -= 1
-                for task in itertools.islice(waiting, 1):
-                    connection.send_bytes(task)
-                    in_flight[connection] += 1
-                yield _result(answer)
-    except (EOFError, ConnectionError) as error:
-        raise MachineError(_DIED) from error
+            processes.append(_Process(pickled, _gpus_of(index, num_gpus, gpus)))
+            processes[-1].give(iter([task]))
+        for process in processes:
+            process.give(waiting, _WAITING - 1)
+        while True:
+            if suspects and not any(process.tasks for process in processes):
+                processes[0].give(iter([suspects.popleft()]))
+            busy = {process.connection: index for index, process in enumerate(processes) if process.tasks}
+            if not busy:
+                return
+            for connection in wait(list(busy)):
+                process = processes[busy[connection]]  # pyright: ignore[reportArgumentType]
+                try:
+                    answer = process.connection.recv_bytes()
+                    is_dead = False
+                except (EOFError, ConnectionError):
+                    answer, is_dead = cloudpickle.dumps((None, MemoryError(), "")), True
+                task = process.tasks.popleft()
+                _, error, _ = cloudpickle.loads(answer)
+                if isinstance(error, MemoryError):
+                    if on_death is None:
+                        raise death_error(cloudpickle.loads(task), describe) from error
+                    suspects.append(cloudpickle.dumps(on_death(cloudpickle.loads(task))))
+                if is_dead:
+                    process.end()
+                    waiting = itertools.chain(process.tasks, waiting)
+                    process = processes[busy[connection]] = _Process(pickled, process.gpus)  # pyright: ignore[reportArgumentType]
+                process.give(waiting, _WAITING - len(process.tasks))
+                if not isinstance(error, MemoryError):
+                    yield _result(answer)
     finally:
-        for connection, process in processes.items():
-            connection.close()
-            process.kill()
-            process.wait()
+        for process in processes:
+            process.end()
 
 
 def _start_process(gpus: str) -> tuple[Connection, subprocess.Popen[bytes]]:
@@ -192,6 +260,8 @@ def _start_process(gpus: str) -> tuple[Connection, subprocess.Popen[bytes]]:
 
 def _serve(descriptor: int) -> None:
     """Do the tasks that come by a pipe; end at once when the parent does, which ends the pipe."""
+    global _is_worker
+    _is_worker = True
     connection = Connection(descriptor)
     sys.path[:], make = connection.recv()
     tasks: SimpleQueue[bytes] = SimpleQueue()
@@ -257,7 +327,7 @@ def _run_by_ray(
         for block in answers.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
             yield from map(_result, block["answer"].to_pylist())
     except ray.exceptions.RayError as error:
-        raise MachineError(f"{_DIED} (Ray: {type(error).__name__})") from error
+        raise MachineError(f"{_DIED.format('')} (Ray: {type(error).__name__})") from error
 
 
 def _check_room(ray: Any, options: Mapping[str, Any]) -> None:

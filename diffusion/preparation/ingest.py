@@ -56,6 +56,8 @@ class Arrival(NamedTuple):
     """Name as in a `Location`."""
     version: str
     partition: Partition
+    problem: str = ""
+    """Why it cannot be used, where the listing says so."""
 
 
 class Ingestion:
@@ -89,6 +91,7 @@ class Ingestion:
         self._sources: Sequence[Source] = ()
         self._failures = Counter[tuple[str, str]]()
         self._changed: set[str] = set()
+        self._unfit: set[str] = set()
         self._dead_letters = _read_dead_letters(config.out)
         self._pause = threading.Event()
 
@@ -156,14 +159,16 @@ class Ingestion:
         if more := sorted(changed - self._changed):
             logger.warning("%d files have changed since they were prepared (such as %s); the data set keeps the former "
                            "ones; upload the new ones under other names", len(more), ascii(more[0]))  # fmt: skip
-        self._changed = changed
-        dead = {(one.get("object"), one.get("version")) for one in self._dead_letters}
+        self._changed, self._unfit = changed, {one.uri for one in arrivals if one.problem}
+        dead = {(one.get("object"), one.get("version", "")) for one in self._dead_letters}
         return [one for one in arrivals if (one.uri, one.version) not in dead]
 
     def _append(self, arrivals: list[Arrival]) -> None:
         """Let the data set grow by what is as it was; files that fail are tried again the next time."""
+        arrivals = self._without(arrivals, {(one.uri, one.version): one.problem for one in arrivals if one.problem})
         suspects = [one for one in arrivals if (one.uri, one.version) in self._failures]
         arrivals = self._without(arrivals, find_failing(self._config, self._sources, suspects))
+        is_repeated = False
         while arrivals:
             only: dict[int, dict[str, str]] = {}
             for one in arrivals:
@@ -176,8 +181,9 @@ class Ingestion:
             except (DataError, MachineError):
                 discard_unfinished(self._config.out)
                 failing = find_failing(self._config, self._sources, arrivals)
-                if not failing:
+                if not failing and is_repeated:
                     raise
+                is_repeated = not failing  # Files may have changed meanwhile; then they are left out.
                 arrivals = self._without(arrivals, failing)
 
     def _without(self, arrivals: list[Arrival], failing: dict[tuple[str, str], str]) -> list[Arrival]:
@@ -194,7 +200,7 @@ class Ingestion:
         """Delete the messages whose objects are in the data set, and those that are dead letters."""
         named = {uri for message in messages for uri in message.objects}
         dead = {one["object"] for one in self._dead_letters if "object" in one}
-        missing = find_missing(self._config, self._sources, named | dead)
+        missing = find_missing(self._config, self._sources, named | dead) | self._unfit
         if not dead <= missing:  # The list must not name an image that can be taken down.
             self._dead_letters = [one for one in self._dead_letters if one.get("object") not in dead - missing]
             _write_dead_letters(self._config.out, self._dead_letters)
@@ -221,7 +227,7 @@ class Ingestion:
 def _open_sources(config: PrepareConfig) -> Sequence[Source]:
     """Open the sources; none while one of them holds nothing yet, which leaves its kind open."""
     try:
-        return open_configured(config, keep_emptied=True)
+        return open_configured(config, as_scanned=True)
     except DataError:
         if storage.exists(storage.join(config.out, SCAN)) or not any(map(is_empty, config.sources)):
             raise
@@ -229,12 +235,21 @@ def _open_sources(config: PrepareConfig) -> Sequence[Source]:
 
 
 def list_arrivals(config: PrepareConfig, sources: Sequence[Source]) -> tuple[list[Arrival], set[str]]:
-    """List the files that were not scanned yet, and the URIs of those that have changed since they were."""
+    """List the files that were not scanned yet, and the URIs of those that have changed since they were.
+
+    A source that cannot be listed at all is an arrival with a problem.
+    """
     scan = _read_scan(config, sources)
-    scanned, arrivals, changed = scan.files(), [], set[str]()
+    scanned, arrivals, changed = scan.files(), list[Arrival](), set[str]()
     for index, source in enumerate(sources):
         with local_metadata(config, scan, index) as known:
-            found = source.partitions(known)
+            try:
+                found = source.partitions(known)
+            except DataError as error:
+                arrivals.append(Arrival(source.root, index, "", "", Partition(), str(error)))
+                continue
+            for file, version, error in found.problems:
+                arrivals.append(Arrival(source.uri(file), index, file, version, Partition(), str(error)))
             changed.update(source.uri(file) for one in found.changed for file, *_ in _split(one))
             for partition in found.new:
                 for file, version, single in _split(partition):

@@ -5,6 +5,7 @@ what decoding costs.
 """
 
 import functools
+import math
 import re
 
 import numpy as np
@@ -28,6 +29,12 @@ _COLOUR_TOLERANCE = _GREY_LEVEL
 _SCAN, _END, _SEQUENTIAL = b"\xda", b"\xd9", (b"\xc0", b"\xc1")
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]", re.DOTALL)
 """In the data of a scan: the end of it."""
+
+_GREY = 128
+"""Level of all channels where a JPEG decoder has no data."""
+
+_MIN_GREY = 0.02
+"""Share of the rows that are grey in a truncated image, at least."""
 
 _SIGNATURES = (
     (b"\xff\xd8\xff", "jpeg"),
@@ -65,6 +72,24 @@ def jpeg_scans(data: bytes) -> int:
             found = _MARKER.search(data, position)
             position = found.start() if found else len(data)
     return scans
+
+
+def is_truncated(data: bytes, rgb: Image.Image) -> bool:
+    """Check that a file is a JPEG whose end was lost, though its decoder says nothing.
+
+    It has no end-of-image marker after its last scan, or the decoder filled one of its sides (the lower one, before it
+    was turned) with the grey of missing data: at least `_MIN_GREY` of the image.
+    """
+    if data[:3] != b"\xff\xd8\xff":
+        return False
+    if data.rfind(b"\xff" + _END) < data.rfind(b"\xff" + _SCAN):
+        return True
+    levels = np.asarray(rgb)
+    for turned in (levels[::-1], levels, levels.swapaxes(0, 1)[::-1], levels.swapaxes(0, 1)):
+        edge = turned[: max(2, math.ceil(_MIN_GREY * len(turned)))]
+        if len(turned) > len(edge) and (edge == _GREY).all():
+            return not (levels == _GREY).all()
+    return False
 
 
 def file_format(data: bytes) -> str:

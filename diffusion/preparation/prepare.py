@@ -77,11 +77,19 @@ def prepare(
         config = replace(config, out=str(Path(config.out).absolute()))  # Workers run elsewhere.
     check_plugins(config)
     check_selection(config)
-    settings = _settings(config)
-    shard_format(settings).check()
     out = config.out
+    finished = None if overwrite else _read_manifest(out)
+    settings = _settings(config)
+    if finished is not None and "convert_to_srgb" not in finished.settings:
+        config = replace(config, convert_to_srgb=False)
+        del settings["convert_to_srgb"]  # It stays data of an earlier version.
+    shard_format(settings).check()
+    if finished is not None and (differences := changed_settings(finished.settings, settings)):
+        raise DataError(
+            f"{storage.shown(out)} was prepared with other settings ({', '.join(differences)}); choose another folder, "
+            "or replace it with --overwrite"
+        )
     workers = Workers(engine=config.engine, number=config.workers or num_cores(), ray=config.ray)
-    finished = None if overwrite else _read_manifest(out, settings)
     if removed is not None and finished is not None:
         take_down(out, read_keys(removed))
     with claim(out, PreparedManifest.KIND):
@@ -123,17 +131,9 @@ def _settings(config: PrepareConfig) -> dict[str, Any]:
     return settings
 
 
-def _read_manifest(out: str, settings: dict[str, Any]) -> PreparedManifest | None:
+def _read_manifest(out: str) -> PreparedManifest | None:
     """Read the manifest of a finished data set that is to grow; None if there is none."""
-    if not storage.exists(storage.join(out, MANIFEST)):
-        return None
-    manifest = PreparedManifest.read(out)
-    if differences := changed_settings(manifest.settings, settings):
-        raise DataError(
-            f"{storage.shown(out)} was prepared with other settings ({', '.join(differences)}); choose another folder, "
-            "or replace it with --overwrite"
-        )
-    return manifest
+    return PreparedManifest.read(out) if storage.exists(storage.join(out, MANIFEST)) else None
 
 
 def _begin_anew(out: str, scan: Scan) -> Scan:

@@ -40,7 +40,7 @@ def preview(config: PrepareConfig, number: int) -> Selection:
         scanner = Scanner(out, to_dict(config.limits))
         scanned: list[Partition] = []
         for index, source in enumerate(sources):
-            partitions, left = _spread(source.partitions().new)[:number], number
+            partitions, left = _spread(source.partitions().checked().new)[:number], number
             for i, partition in enumerate(partitions):
                 partition = replace(partition, number=len(scanned), source=index)
                 few = math.ceil(left / (len(partitions) - i))

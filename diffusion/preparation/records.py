@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from diffusion.errors import DataError
 
@@ -130,6 +130,15 @@ class Partition:
     them to a file, from which the worker reads them back (`diffusion.preparation.scan`)."""
 
 
+class Problem(NamedTuple):
+    """A file, such as a table, that cannot be used."""
+
+    file: str
+    """Name as in a `Location`."""
+    version: str
+    error: DataError
+
+
 @dataclass(frozen=True, kw_only=True)
 class Partitions:
     """What a source holds, compared with what was read of it before."""
@@ -140,6 +149,14 @@ class Partitions:
     """Files that were read before and do not exist any more."""
     changed: Sequence[Partition] = ()
     """Files that were read before and have another version now, as partitions to be read and compared."""
+    problems: Sequence[Problem] = ()
+    """Files of which nothing is listed. Ingestion goes on without them; elsewhere the first is an error (`checked`)."""
+
+    def checked(self) -> "Partitions":
+        """Return itself; raise the error of the first file that cannot be used."""
+        for problem in self.problems:
+            raise problem.error
+        return self
 
 
 def make_record(

@@ -9,8 +9,9 @@ import functools
 import itertools
 import json
 import logging
+import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -21,11 +22,11 @@ import xxhash
 
 from diffusion import storage
 from diffusion.config.loading import to_dict
-from diffusion.datasets.images import UndecodableImageError, decode_reduced
+from diffusion.datasets.images import BYTES_PER_PIXEL, UndecodableImageError, decode_reduced
 from diffusion.datasets.manifest import MANIFEST, SCAN
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.preparation.config import LimitsConfig, PrepareConfig
-from diffusion.preparation.engine import Workers, progress_bar, run
+from diffusion.preparation.engine import Workers, death_error, progress_bar, run
 from diffusion.preparation.layout import (
     LISTINGS,
     METADATA,
@@ -39,7 +40,14 @@ from diffusion.preparation.layout import (
     read_table,
     write_table,
 )
-from diffusion.preparation.measures import REDUCED_SIDE, file_format, jpeg_scans, perceptual_hash, sharpness
+from diffusion.preparation.measures import (
+    REDUCED_SIDE,
+    file_format,
+    is_truncated,
+    jpeg_scans,
+    perceptual_hash,
+    sharpness,
+)
 from diffusion.preparation.metadata import as_pattern, hash_key, removed_row
 from diffusion.preparation.output import clear, clear_folders
 from diffusion.preparation.records import (
@@ -48,6 +56,7 @@ from diffusion.preparation.records import (
     OutdatedError,
     Partition,
     Partitions,
+    Reason,
     Record,
     Rejected,
     clean_text,
@@ -61,6 +70,9 @@ Taken = Mapping[int, Mapping[str, str]]
 """Files that are taken: by the number of their source, their versions by name."""
 
 _VERSION = 2
+_ADDED = ("convert_to_srgb", "max_decoded_mb", "max_image_seconds")
+"""Settings that data sets of earlier versions lack."""
+
 _FIELDS = tuple(one.name for one in fields(Partition) if one.name != "items")
 
 
@@ -138,7 +150,7 @@ def scan_sources(
             or a source has changed in what was scanned before.
         MachineError: a file cannot be read or written, or a worker died.
     """
-    sources = open_configured(config, keep_emptied=only is not None)
+    sources = open_configured(config, as_scanned=only is not None)
     _check_apart(sources, config.out)
     settings = {"limits": to_dict(config.limits), "partition_size": config.partition_size}
     scan = Scan([], [], settings)
@@ -156,7 +168,9 @@ def scan_sources(
     except OutdatedError:
         if not overwrite:
             raise
-        listed = [source.partitions() for source in sources]  # Their mistakes are found before anything is removed.
+        listed = [
+            source.partitions().checked() for source in sources
+        ]  # Their mistakes are found before anything is removed.
         clear(config.out)
         scan = _add_partitions(config, Scan(sources, [], settings), workers, listed)
     if not scan.partitions:
@@ -166,9 +180,9 @@ def scan_sources(
     return scan
 
 
-def open_configured(config: PrepareConfig, *, keep_emptied: bool = False) -> list[Source]:
-    """Open the sources of a configuration; with `keep_emptied`, those of the scan that hold no file any more, too."""
-    scanned = Scan.read(config.out).sources if keep_emptied and storage.exists(storage.join(config.out, SCAN)) else ()
+def open_configured(config: PrepareConfig, *, as_scanned: bool = False) -> list[Source]:
+    """Open the sources of a configuration; with `as_scanned`, those of the scan as what they were then."""
+    scanned = Scan.read(config.out).sources if as_scanned and storage.exists(storage.join(config.out, SCAN)) else ()
     return open_sources(
         config.sources, config.image_column, config.caption_column, config.limits, config.partition_size, scanned
     )
@@ -207,6 +221,8 @@ def changed_settings(there: Mapping[str, Any], given: Mapping[str, Any], prefix:
     found = []
     for name, value in given.items():
         old = there.get(name)
+        if name in _ADDED and name not in there:
+            continue
         if isinstance(old, dict) and isinstance(value, dict):
             found += changed_settings(old, {**dict.fromkeys(old), **value}, f"{prefix}{name}.")
         elif old != value:
@@ -225,12 +241,36 @@ def _run_missing(out: str, scan: Scan, workers: Workers, progress: bool) -> None
     before = sum(sizes[number] or 0 for number in done)
     tasks = (ScanTask(*scan.find(number)) for number in missing)
     make = functools.partial(Scanner, out, scan.settings["limits"])
-    with progress_bar("scan", total, initial=before, shown=progress) as bar:
+    with (
+        progress_bar("scan", total, initial=before, shown=progress) as bar,
+        tempfile.TemporaryDirectory(prefix="deaths-") as folder,
+    ):
         num_rejected = 0
-        for result in run(workers, make, tasks):
+        for result in run(workers, make, tasks, describe=_describe, on_death=functools.partial(_after_death, folder)):
             num_rejected += result.num_rejected
             bar.set_postfix(rejected=num_rejected, refresh=False)
             bar.update(result.num_images)
+
+
+def _describe(task: "ScanTask") -> str:
+    return task.source.describe(task.partition)
+
+
+def _after_death(folder: str, task: "ScanTask") -> "ScanTask":
+    """Return the task to do after a worker died at one: once more, with a trace; then without what it died at."""
+    if not task.trace:
+        return replace(task, trace=str(Path(folder) / str(task.partition.number)))
+    trace = Path(task.trace).read_text() if Path(task.trace).exists() else ""
+    if not trace:
+        raise death_error(task, _describe)
+    what, position = trace[0], int(trace[1:])
+    if what == _MEASURED and len(task.deadly) < _MAX_DEADLY:
+        return replace(task, deadly=task.deadly | {position})
+    if task.stop is not None and task.stop <= position:
+        raise death_error(task, _describe)
+    logger.warning("%s: a worker dies when it is read; what comes after %d images is rejected", _describe(task),
+                   position)  # fmt: skip
+    return replace(task, stop=position)
 
 
 # Growth
@@ -252,10 +292,12 @@ def _add_partitions(
     parts = list(scan.partitions)
     scanned = scan.files()
     for index, source in enumerate(scan.sources):
+        if only is not None and index not in only:
+            continue
         with local_metadata(config, scan, index) as known:
-            wanted = None if only is None else only.get(index, {})
-            found = listed[index] if listed else source.partitions(known, wanted)
+            found = listed[index] if listed else source.partitions(known, None if only is None else only[index])
             if only is None:
+                found.checked()
                 _check_unchanged(config, source, found, known, scan.settings["limits"], workers)
             for partition in found.new:
                 if (index, partition.file, partition.version) in scanned:
@@ -343,11 +385,38 @@ class ScanTask:
     folder: str = METADATA
     limit: int | None = None
     """Most images; None is all."""
+    trace: str = ""
+    """File of this machine that says at which image the worker is; empty: not asked for."""
+    deadly: frozenset[int] = frozenset()
+    """Images, by their position, at which a worker died: they are rejected."""
+    stop: int | None = None
+    """Position from which on nothing can be read, since a worker died there."""
 
 
 class _Result(NamedTuple):
     num_images: int
     num_rejected: int
+
+
+Mark = Callable[[str, int], Any]
+"""Notes what is done with which image."""
+
+_READ, _MEASURED = "r", "m"
+
+_MAX_DEADLY = 10
+"""Images of a partition at which a worker may die; then the rest of it is rejected."""
+
+_DEADLY = "its decoder ends the process: it crashes, or takes more memory or time than there is"
+
+
+@contextmanager
+def _tracing(path: str) -> Iterator[Mark]:
+    """Give a function that notes in a file what is done; it survives the process."""
+    if not path:
+        yield lambda what, position: None
+        return
+    with Path(path).open("wb", buffering=0) as file:
+        yield lambda what, position: os.pwrite(file.fileno(), f"{what}{position:012}".encode(), 0)
 
 
 class Scanner:
@@ -364,9 +433,25 @@ class Scanner:
         partition, name = task.partition, part_name(task.partition.number)
         if not partition.items and task.source.kind == "folder":
             partition = replace(partition, items=self._items(name))
-        rows = [self._row(item, partition) for item in itertools.islice(task.source.scan(partition), task.limit)]
+        with _tracing(task.trace) as mark:
+            rows = [self._row(item, partition) for item in self._surviving(replace(task, partition=partition), mark)]
         write_table(storage.join(self._out, task.folder, name), pa.Table.from_pylist(rows, schema=SCHEMA))
         return _Result(len(rows), sum(row["reason"] != "" for row in rows))
+
+    def _surviving(self, task: ScanTask, mark: "Mark") -> Iterator[Record | Rejected]:
+        """Yield the images of a partition, those at which a worker died as rejections."""
+        items = itertools.islice(task.source.scan(task.partition), task.limit if task.stop is None else task.stop)
+        for position in itertools.count():
+            mark(_READ, position)
+            item = next(items, None)
+            if item is None:
+                break
+            mark(_MEASURED, position)
+            if position in task.deadly:
+                item = Rejected(item.key, Reason.UNDECODABLE, item.location, _DEADLY)
+            yield item
+        if task.stop is not None:
+            yield from task.source.lost(task.partition, task.stop)
 
     def _items(self, name: str) -> tuple[str, ...]:
         """Read the listing of a partition of a folder of images."""
@@ -405,7 +490,9 @@ class Scanner:
         limit = self._limits.max_jpeg_scans
         if (scans := jpeg_scans(image)) > limit:
             raise UndecodableImageError("too_large", f"{scans} scans are more than limits.max_jpeg_scans")
-        reduced = decode_reduced(image, REDUCED_SIDE)
+        reduced = decode_reduced(image, REDUCED_SIDE, self._limits.max_decoded_mb * 2**20 // BYTES_PER_PIXEL)
+        if is_truncated(image, reduced.image):
+            raise UndecodableImageError("undecodable", "a truncated JPEG: no end of the image, or grey below a row")
         return {
             "width": reduced.width,
             "height": reduced.height,

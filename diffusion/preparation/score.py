@@ -22,7 +22,7 @@ from PIL import Image
 from diffusion import storage
 from diffusion.config.loading import to_dict
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
-from diffusion.errors import ConfigurationError, DataError
+from diffusion.errors import ConfigurationError, DataError, first_line
 from diffusion.preparation.config import CaptionerConfig, CaptionMode, Engine, PrepareConfig
 from diffusion.preparation.engine import Workers, progress_bar, run, visible_gpus
 from diffusion.preparation.layout import (
@@ -51,11 +51,15 @@ from diffusion.preparation.plugins import (
 from diffusion.preparation.records import WITHOUT_CAPTION, Location, Partition
 from diffusion.preparation.scan import Scan
 from diffusion.preparation.sources import Source
+from diffusion.preparation.sources.reading import printable
 
 logger = logging.getLogger(__name__)
 
 BATCH_PIXELS = 2**26
 """A batch ends early when it holds this many pixels, 200 MB: memory is bounded whatever the size of images."""
+
+_OF_THE_IMAGE = (ValueError, TypeError, LookupError, ArithmeticError, AssertionError, RuntimeError)
+"""What a plug-in raises on an image that it cannot take; not on a failure of the network or the disk."""
 
 _COLUMNS = ("key", *LOCATION, "xxh128", "captions", "reason")
 
@@ -70,6 +74,7 @@ class _Step:
     plugin: Config
     identity: dict[str, Any]
     """What determines the results, beside the images; as in `scores.json`."""
+    convert_to_srgb: bool
 
     @property
     def column(self) -> str:
@@ -88,6 +93,8 @@ class _Result(NamedTuple):
     num_rows: int
     kind: pa.DataType | None
     """Type of the values; None if all are null: then no file was written."""
+    failed: list[str]
+    """Images that the plug-in failed on: their keys, and the errors."""
 
 
 def score(config: PrepareConfig, scan: Scan, *, workers: Workers, progress: bool = False) -> None:
@@ -105,7 +112,8 @@ def score(config: PrepareConfig, scan: Scan, *, workers: Workers, progress: bool
         names = ("path", "arguments", "batch_size", *(["mode"] if isinstance(plugin, CaptionerConfig) else []))
         values = to_dict(plugin)
         identity = {**{name: values[name] for name in names}, "captions": captions}
-        _run_missing(_Step(out=config.out, key=key, plugin=plugin, identity=identity), scan, workers, progress)
+        step = _Step(out=config.out, key=key, plugin=plugin, identity=identity, convert_to_srgb=config.convert_to_srgb)
+        _run_missing(step, scan, workers, progress)
         if isinstance(plugin, CaptionerConfig):
             captions = identity
 
@@ -123,7 +131,7 @@ def _run_missing(step: _Step, scan: Scan, workers: Workers, progress: bool) -> N
     if finished:
         kind = read_schema(storage.join(step.folder, part_name(min(finished)))).field(step.column).type
     untyped: dict[int, int] = {}
-    is_settled = False
+    is_settled, failed = False, list[str]()
     make, tasks = functools.partial(_Worker, step), map(scan.find, numbers)
 
     def write_untyped() -> None:
@@ -133,8 +141,9 @@ def _run_missing(step: _Step, scan: Scan, workers: Workers, progress: bool) -> N
             step.write(number, {step.column: pa.nulls(num_rows, kind or pa.float64())})
 
     with progress_bar(step.column, len(numbers), unit=" partitions", shown=progress) as bar:
-        for result in run(_on_gpus(workers, num_gpus), make, tasks, num_gpus=num_gpus):
+        for result in run(_on_gpus(workers, num_gpus), make, tasks, num_gpus=num_gpus, describe=_describe):
             bar.update()
+            failed += result.failed
             if result.kind is None:
                 untyped[result.number] = result.num_rows
                 if is_settled:
@@ -150,6 +159,14 @@ def _run_missing(step: _Step, scan: Scan, workers: Workers, progress: bool) -> N
                 untyped |= empty
             kind, is_settled = result.kind, True
     write_untyped()
+    if failed:
+        logger.warning("%s failed on %d images, which have no value in %s; the first: %s", step.plugin.path,
+                       len(failed), step.column, sorted(failed)[0])  # fmt: skip
+
+
+def _describe(task: tuple[Source, Partition]) -> str:
+    source, partition = task
+    return source.describe(partition)
 
 
 def _finished_parts(step: _Step) -> set[int]:
@@ -197,10 +214,12 @@ class _Worker:
         self._step, self._config = step, step.plugin
         self._plugin = load_plugin(step.plugin, step.key)
         self._reads_images = getattr(self._plugin, "reads_images", True)
+        self._failed: list[str] = []
 
     def __call__(self, task: tuple[Source, Partition]) -> _Result:
         number = task[1].number
         name = part_name(number)
+        self._failed = []
         rows = read_table(storage.join(self._step.out, METADATA, name), _COLUMNS).to_pylist()
         if self._step.identity["captions"] is not None:
             captioned = read_table(storage.join(self._step.out, SCORES, CAPTIONS, name), ["captions"])["captions"]
@@ -209,7 +228,7 @@ class _Worker:
         columns = (self._captions if isinstance(self._config, CaptionerConfig) else self._scores)(task, rows)
         if columns:
             self._step.write(number, columns)
-        return _Result(number, len(rows), columns[self._step.column].type if columns else None)
+        return _Result(number, len(rows), columns[self._step.column].type if columns else None, self._failed)
 
     def _scores(self, task: tuple[Source, Partition], rows: list[dict[str, Any]]) -> dict[str, pa.Array]:
         """Return the column of a scorer; nothing if it is empty."""
@@ -247,13 +266,29 @@ class _Worker:
             locations = [Location(**{name: rows[i][name] for name in LOCATION}) for i in chosen]
             images = source.images(partition, locations)
         decoded = (
-            (i, None if content is None else _decode(rows[i], content))
+            (i, None if content is None else _decode(rows[i], content, self._step.convert_to_srgb))
             for i, content in zip(chosen, images, strict=True)
         )
         for batch in _batches(decoded, self._config.batch_size):
-            captions = [list(rows[i]["captions"] or []) for i, _ in batch]
-            results = call_plugin(self._plugin, self._config, [image for _, image in batch], captions)
-            yield from zip([i for i, _ in batch], results, strict=True)
+            yield from zip([i for i, _ in batch], self._call(rows, batch), strict=True)
+
+    def _call(self, rows: list[dict[str, Any]], batch: "_Batch") -> list[Any]:
+        """Return the results of a batch; None for an image on which the plug-in fails, if it does not on a plain one.
+
+        A file that one library cannot take would otherwise end the preparation of all.
+        """
+        captions = [list(rows[i]["captions"] or []) for i, _ in batch]
+        try:
+            return call_plugin(self._plugin, self._config, [image for _, image in batch], captions)
+        except _OF_THE_IMAGE as error:
+            if type(error).__name__ == "OutOfMemoryError":  # PyTorch's
+                raise
+            if len(batch) > 1:
+                return [self._call(rows, [one])[0] for one in batch]
+            plain = Image.new("RGB", (512, 512), "grey") if self._reads_images else None
+            call_plugin(self._plugin, self._config, [plain], [["a plain image"]])
+            self._failed.append(f"{printable(rows[batch[0][0]]['key'])}: {first_line(error)}")
+            return [None]
 
 
 def _is_usable(row: dict[str, Any]) -> bool:
@@ -261,19 +296,21 @@ def _is_usable(row: dict[str, Any]) -> bool:
     return row["reason"] == "" or (row["reason"] in WITHOUT_CAPTION and row["xxh128"] is not None)
 
 
-def _decode(row: dict[str, Any], content: bytes) -> Image.Image:
+def _decode(row: dict[str, Any], content: bytes, convert_to_srgb: bool) -> Image.Image:
     if xxhash.xxh3_128_hexdigest(content) != row["xxh128"]:
         raise DataError(f"{row['key']} has changed since it was scanned; restore it, or choose another output folder")
     try:
-        return decode_rgb(content)
+        return decode_rgb(content, convert_to_srgb=convert_to_srgb)
     except UndecodableImageError as error:
         raise DataError(f"{row['key']} cannot be decoded to its full size: {error}") from error
 
 
-def _batches(
-    images: Iterable[tuple[int, Image.Image | None]], size: int
-) -> Iterator[list[tuple[int, Image.Image | None]]]:
-    batch: list[tuple[int, Image.Image | None]] = []
+_Batch = list[tuple[int, Image.Image | None]]
+"""Numbers of rows, and their images."""
+
+
+def _batches(images: Iterable[tuple[int, Image.Image | None]], size: int) -> Iterator[_Batch]:
+    batch: _Batch = []
     num_pixels = 0
     for i, image in images:
         batch.append((i, image))

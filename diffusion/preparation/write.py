@@ -176,12 +176,17 @@ def write(
     captioned = part_numbers(storage.join(out, SCORES, CAPTIONS))  # By the captioner, or by another tool.
     make = functools.partial(_Writer, out, dict(settings), captioned, scratch)
     with progress_bar("writing", total, initial=written, shown=progress) as bar:
-        for num_samples in run(workers, make, tasks):
+        for num_samples in run(workers, make, tasks, describe=_describe):
             bar.update(num_samples)
     folders = write_indexes(out, selections[-1].first_task + len(selections[-1].tasks))
     manifest = _manifest(out, scan, selections, settings, folders)
     manifest.write(out)
     return manifest
+
+
+def _describe(task: WriteTask) -> str:
+    names = [source.describe(partition) for source, partition in task.parts.values()]
+    return " or ".join(names[:2]) + (f" or {len(names) - 2} more" if len(names) > 2 else "")
 
 
 def shard_format(settings: Mapping[str, Any]) -> ShardFormat:

@@ -17,7 +17,7 @@ def open_source(path: Any, **options) -> Source:
 
 def partitions(source: Source, known: list[str] | tuple[str, ...] = ()) -> list[Partition]:
     """Return the new partitions of a source."""
-    return list(source.partitions(known).new)
+    return list(source.partitions(known).checked().new)
 
 
 def scan(source: Source) -> list[Any]:

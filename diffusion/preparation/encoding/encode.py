@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 
 from diffusion.datasets.encoded import EncodedManifest
+from diffusion.datasets.manifest import PreparedManifest
+from diffusion.datasets.mds import stored_file
 from diffusion.distributed import agree, has_process_group, on_first_rank
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.preparation.encoding.models import EncodingModels, Load
@@ -143,7 +145,8 @@ def _plan(
         claims.enter_context(claim(output.uri))
         output.open(prepared)
     removed = frozenset().union(*(output.removed for output in outputs))
-    return _Plan(uuid.uuid4().hex, outputs, _missing_shards(prepared, outputs), replace(settings, removed=removed))
+    settings = replace(settings, removed=removed, convert_to_srgb=PreparedManifest.read(prepared).convert_to_srgb)
+    return _Plan(uuid.uuid4().hex, outputs, _missing_shards(prepared, outputs), settings)
 
 
 def _missing_shards(prepared: str, outputs: Sequence[Output]) -> list[ShardTask]:
@@ -191,9 +194,13 @@ def _encode_by_workers(
     kind = device.partition(":")[0]
     make = partial(_load_encoder, load, plan.settings, kind, num_workers)
     with _progress(plan, _Counters(plan.name), shown=progress) as count:
-        for shards in run(workers, make, tasks, num_gpus=1.0 if kind == "cuda" else 0.0):
+        for shards in run(workers, make, tasks, num_gpus=1.0 if kind == "cuda" else 0.0, describe=_describe):
             for shard in shards:
                 count(shard)
+
+
+def _describe(tasks: Sequence[ShardTask]) -> str:
+    return " or ".join(shown(join(one.folder, stored_file(one.entry)["basename"])) for one in tasks)
 
 
 def _load_encoder(

@@ -34,6 +34,8 @@ class EncodingSettings:
     """Names of the scores to store."""
     removed: frozenset[str] = frozenset()
     """Hashes of the keys of removed images."""
+    convert_to_srgb: bool = False
+    """Convert images by their colour profile."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -151,6 +151,7 @@ class _DecodedImages(Dataset):
 
     def __init__(self, tokenize: Tokenize, settings: EncodingSettings) -> None:
         self._tokenize, self._removed, self._scores = tokenize, settings.removed, settings.scores
+        self._convert_to_srgb = settings.convert_to_srgb
 
     def __getitem__(self, piece: Piece) -> ImageBatch:
         task = piece.task
@@ -170,7 +171,7 @@ class _DecodedImages(Dataset):
             else:
                 found = read_scores(sample.get("metadata", {}), self._scores)
                 try:
-                    image = decode_rgb(sample["image"])
+                    image = decode_rgb(sample["image"], convert_to_srgb=self._convert_to_srgb)
                 except UndecodableImageError as error:
                     damaged[i] = str(error)
             for size, transform in transforms.items():

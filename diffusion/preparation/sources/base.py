@@ -9,6 +9,7 @@ from typing import Any, BinaryIO, ClassVar
 from diffusion import storage
 from diffusion.errors import DataError, MachineError
 from diffusion.preparation.config import LimitsConfig
+from diffusion.preparation.layout import part_name
 from diffusion.preparation.records import (
     Location,
     NoColumnsError,
@@ -77,9 +78,21 @@ class Source:
     suffixes: ClassVar[tuple[str, ...]] = ()
 
     @property
+    def location(self) -> str:
+        """Absolute path or URL, with the pattern."""
+        return storage.join(self.root, self.pattern) if self.pattern else self.root
+
+    @property
     def path(self) -> str:
         """Where it is, for messages and manifests."""
-        return printable(shown(storage.join(self.root, self.pattern) if self.pattern else self.root))
+        return printable(shown(self.location))
+
+    def describe(self, partition: Partition) -> str:
+        """Name a partition in a message."""
+        if not partition.file and not self.is_file:
+            return f"some files of {self.path} (listed in metadata/{part_name(partition.number)})"
+        rows = "" if partition.stop is None else f", rows {partition.start} to {partition.stop - 1}"
+        return printable(shown(self.uri(partition.file))) + rows
 
     def description(self) -> dict[str, Any]:
         """Fields as JSON, of which `sources.from_description` makes an equal source."""
@@ -134,6 +147,14 @@ class Source:
                 raise self.gone_error(partition.file) from error
             location = Location(file=partition.file, version=partition.version)
             yield Rejected(self.prefix(partition.file), error.reason, location, error.detail)
+
+    def lost(self, partition: Partition, position: int) -> Iterator[Rejected]:
+        """Yield rejections of what cannot be read from a position on: of each image, where those are known."""
+        items = map(json.loads, partition.items[position:]) if partition.items else [vars(partition)]
+        for item in items:
+            location = Location(file=item["file"], version=item["version"])
+            detail = f"reading it ends the process, after {position} images"
+            yield Rejected(self.prefix(item["file"]), Reason.DAMAGED_FILE, location, detail)
 
     def images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
         """Yield the image files of some records of a partition, in the order in which `scan` yields them.

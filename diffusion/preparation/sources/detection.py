@@ -57,8 +57,8 @@ def open_sources(
         caption_column: column of the captions, likewise.
         limits: of an image.
         partition_size: images of a partition; None for a function of their number.
-        scanned: sources of an earlier scan, each of the entry of its number; where one holds no file any more, its kind
-            is known from then.
+        scanned: sources of an earlier scan, each of the entry of its number. Their kind and columns are known from
+            then, whatever they hold now.
 
     Raises:
         DataError: there is none, nothing, nothing known, several kinds in one, two that hold the same files, or a
@@ -69,15 +69,15 @@ def open_sources(
     without_columns: list[NoColumnsError] = []
     for number, entry in enumerate(entries):
         given = _entry(entry)
-        if number < len(scanned) and scanned[number].root == _root(given.path) and is_empty(entry):
-            sources.append(scanned[number])
-            continue
-        settings = {
+        settings: dict[str, Any] = {
             "image_column": given.image_column or image_column,
             "caption_column": given.caption_column or caption_column,
             "limits": limits or LimitsConfig(),
             "partition_size": partition_size,
         }
+        if number < len(scanned) and scanned[number].location == _root(given.path):
+            sources.append(replace(scanned[number], **settings))
+            continue
         try:
             source = _open(given.path, settings)
             source.check()

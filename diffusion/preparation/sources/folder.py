@@ -6,10 +6,10 @@ import posixpath
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from diffusion.datasets.images import EXTENSIONS
 from diffusion.errors import DataError, MachineError, first_line
@@ -18,6 +18,7 @@ from diffusion.preparation.records import (
     NoColumnsError,
     Partition,
     Partitions,
+    Problem,
     Reason,
     Record,
     Rejected,
@@ -89,6 +90,9 @@ CREATE TABLE items AS
 """
 """A row per image. A file without an image, which may get one later, has no version."""
 
+_UNCAPTIONED = "captions IS NULL AND text IS NULL AND json IS NULL"
+"""Images that wait for a table below whose folder they lie."""
+
 _NEW = "FROM items ANTI JOIN known ON items.file = known.file AND (known.version <> '' OR items.version = '')"
 _CHANGED = "FROM items JOIN known USING (file) WHERE known.version NOT IN ('', items.version)"
 _GONE = "FROM known ANTI JOIN items USING (file) WHERE known.version <> '' AND NOT known.removed"
@@ -142,9 +146,15 @@ class FolderSource(Source):
         with _database_errors(self.path):
             database.execute(_SCHEMA)
             _insert(database, "files", self._listing())
-            tables = database.execute("SELECT file FROM files WHERE kind = 'table'").fetchall()
-            _insert(database, "lines", self._lines(sorted(name_of(file) for (file,) in tables)))
+            tables = database.execute("SELECT file, version FROM files WHERE kind = 'table'").fetchall()
+            unfit: list[_UnfitTable] = []
+            _insert(database, "lines", self._lines(sorted(name_of(file) for file, _ in tables), unfit))
+            for one in unfit:
+                database.execute("DELETE FROM lines WHERE number >= ? AND number < ?", [one.start, one.stop])
             database.execute(_ITEMS)
+            for one in unfit:
+                folder = f"{posixpath.dirname(one.table)}/".lstrip("/")
+                database.execute(f"DELETE FROM items WHERE {_UNCAPTIONED} AND starts_with(file, ?)", [folder])
             self._report_overruled(database)
             database.execute("CREATE TABLE known (file VARCHAR, version VARCHAR, removed BOOLEAN)")
             if known:
@@ -166,7 +176,9 @@ class FolderSource(Source):
             with scratch, database, _database_errors(self.path):
                 yield from _cut(database.execute(f"SELECT {_COLUMNS} {_NEW} ORDER BY items.file"), size)
 
-        return Partitions(new=new(), gone=[file for (file,) in gone], changed=changed)
+        versions = dict(tables)
+        problems = [Problem(file_of(one.table), versions[file_of(one.table)], one.error) for one in unfit]
+        return Partitions(new=new(), gone=[file for (file,) in gone], changed=changed, problems=problems)
 
     def _listing(self) -> Iterator[tuple[Any, ...]]:
         """Yield rows of `files`."""
@@ -174,24 +186,27 @@ class FolderSource(Source):
             stem, suffix = posixpath.splitext(name)
             yield file_of(name), file_of(stem), _kind_of(name, suffix), ascii(suffix)[1:-1], size, version, problem
 
-    def _lines(self, tables: Sequence[str]) -> Iterator[tuple[Any, ...]]:
-        """Yield rows of `lines`: what the tables of captions say, in their order."""
+    def _lines(self, tables: Sequence[str], unfit: "list[_UnfitTable]") -> Iterator[tuple[Any, ...]]:
+        """Yield rows of `lines`: what the tables of captions say, in their order; list those that cannot be used."""
         folders: dict[str, str] = {}
+        number = 0
         for table in tables:
-            other = folders.setdefault(posixpath.dirname(table), table)
-            if other != table:
-                both = printable(f"{other} and {table}")
-                raise DataError(f"{self.path} holds {both}; keep the one whose captions are meant")
-        numbers = count()
-        for table in tables:
-            columns = self.image_column, self.caption_column
-            for line in read_lines(self.uri(file_of(table)), self.root, self.row_limit(), *columns):
-                # A path that leads out stays as it is written, so that it is no other file's.
-                problem = LEADS_OUT if leads_out(line.file) else None
-                file = posixpath.join(posixpath.dirname(table), line.file)
-                file = file if problem else posixpath.normpath(file)
-                values = json.dumps(line.captions), json.dumps(line.metadata), has_text(line.captions), problem
-                yield file_of(file), next(numbers), *values
+            start, folder = number, posixpath.dirname(table)
+            try:
+                if (other := folders.setdefault(folder, table)) != table:
+                    both = printable(f"{other} and {table}")
+                    raise DataError(f"{self.path} holds {both}; keep the one whose captions are meant")
+                columns = self.image_column, self.caption_column
+                for line in read_lines(self.uri(file_of(table)), self.root, self.row_limit(), *columns):
+                    # A path that leads out stays as it is written, so that it is no other file's.
+                    problem = LEADS_OUT if leads_out(line.file) else None
+                    file = posixpath.join(folder, line.file)
+                    file = file if problem else posixpath.normpath(file)
+                    values = json.dumps(line.captions), json.dumps(line.metadata), has_text(line.captions), problem
+                    yield file_of(file), number, *values
+                    number += 1
+            except DataError as error:
+                unfit.append(_UnfitTable(table, start, number, error))
 
     def _report_overruled(self, database: Any) -> None:
         overruled = "SELECT count(*) FROM images SEMI JOIN beside t ON images.stem = t.stem AND t.kind = 'text'"
@@ -242,6 +257,15 @@ class FolderSource(Source):
             return read_below(self.root, name_of(location.file), self.image_limit())
         except UnfitFileError as error:
             raise UnfitFileError(error.reason, f"{location.file!a}: {error}") from error
+
+
+class _UnfitTable(NamedTuple):
+    """A table of captions that cannot be used, and the numbers of its lines before the mistake."""
+
+    table: str
+    start: int
+    stop: int
+    error: DataError
 
 
 @contextmanager

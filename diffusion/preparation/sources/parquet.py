@@ -2,15 +2,15 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import BinaryIO, ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from diffusion import storage
-from diffusion.errors import first_line
-from diffusion.preparation.records import Partition, Partitions, Reason
+from diffusion.errors import DataError, first_line
+from diffusion.preparation.records import Partition, Partitions, Problem, Reason
 from diffusion.preparation.sources.base import compare, size_of_partitions
 from diffusion.preparation.sources.reading import Entry, UnfitFileError
 from diffusion.preparation.sources.tables import BATCH_ROWS, Batch, Columns, TableSource, raise_if_not_damage
@@ -51,15 +51,22 @@ class ParquetSource(TableSource):
         next(filter(None, map(self._rows_of_groups, self.files())), None)
 
     def partitions(self, known: Sequence[str] = (), only: Mapping[str, str] | None = None) -> Partitions:
-        """Cut the files between their row groups.
-
-        Raises:
-            DataError: a file lacks a column, or has it twice.
-        """
+        """Cut the files between their row groups; one that lacks a column, or has it twice, is a problem."""
         files = self.files()
-        rows = dict(zip(files, self.map(self._rows_of_groups, files), strict=True))
-        size = size_of_partitions(self.partition_size, sum(map(sum, filter(None, rows.values()))))
-        return compare([one for file in files for one in _cut(file, files[file], rows[file], size)], known, only)
+        rows = dict(zip(files, self.map(self._rows_or_problem, files), strict=True))
+        problems = [
+            Problem(file, files[file].version, found) for file, found in rows.items() if isinstance(found, DataError)
+        ]
+        fit = {file: found for file, found in rows.items() if not isinstance(found, DataError)}
+        size = size_of_partitions(self.partition_size, sum(map(sum, filter(None, fit.values()))))
+        partitions = [one for file, found in fit.items() for one in _cut(file, files[file], found, size)]
+        return replace(compare(partitions, known, only), problems=problems)
+
+    def _rows_or_problem(self, file: str) -> list[int] | DataError | None:
+        try:
+            return self._rows_of_groups(file)
+        except DataError as error:
+            return error
 
     def _rows_of_groups(self, file: str) -> list[int] | None:
         """Return the number of rows of each row group; None if the file cannot be read."""

@@ -96,13 +96,33 @@ def test_error_of_make_and_of_memory(number):
         list(run(Workers(number=number), hungry, range(8)))
 
 
-def test_death_of_a_worker_is_one_message():
-    def make():
-        return lambda task: os.kill(os.getpid(), signal.SIGKILL) if task == 5 else task
+def deadly():
+    def work(task):
+        if task == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if task == 6:
+            raise MemoryError
+        return task
 
-    finished = []
-    with pytest.raises(MachineError):
-        finished += run(Workers(number=2), make, range(8))
+    return work
+
+
+def test_death_of_a_worker_names_its_task():
+    with pytest.raises(MachineError, match=r"at number 5;"):
+        list(run(Workers(number=2), deadly, [1, 5, 2, 3], describe=lambda task: f"number {task}"))
+    with pytest.raises(MachineError, match=r"at number 6;"):
+        list(run(Workers(number=1), deadly, [1, 6, 2, 3], describe=lambda task: f"number {task}"))
+
+
+def test_a_task_at_which_a_worker_died_is_changed_and_done_last():
+    died = []
+
+    def change(task):
+        died.append(task)
+        return task if died.count(task) < 2 else 10 * task
+
+    assert sorted(run(Workers(number=2), deadly, range(12), on_death=change)) == [*range(5), *range(7, 12), 50, 60]
+    assert sorted(died) == [5, 5, 6, 6]
 
 
 def test_workers_get_the_gpus_in_turn(monkeypatch):

@@ -60,6 +60,24 @@ def test_what_a_source_gained_is_added_behind(tmp_path):
     assert tree(out) == now
 
 
+def test_data_of_an_earlier_version_stays_without_profiles(tmp_path):
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 8)
+    assert prepare([source], out, **OPTIONS).convert_to_srgb
+    for name in ("manifest.json", "scan.json"):
+        values = json.loads((out / name).read_text())
+        settings = values["settings"]
+        settings.pop("convert_to_srgb", None)
+        for limits in (settings["limits"], *(one["limits"] for one in values["sources"] if "limits" in one)):
+            del limits["max_decoded_mb"]
+        (out / name).write_text(json.dumps(values))
+    grow(source)
+    grown = prepare([source], out, **OPTIONS)
+    assert (grown.kept, grown.convert_to_srgb) == (30, False)
+    assert prepare([source], out, **OPTIONS) == grown
+    assert prepare([source], out, overwrite=True, **OPTIONS).convert_to_srgb
+
+
 def test_a_score_of_another_tool_that_changed(tmp_path):
     """What is written stays, and takedowns find it."""
     source, out = tmp_path / "set", tmp_path / "out"

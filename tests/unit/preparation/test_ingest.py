@@ -7,6 +7,7 @@ import time
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from streaming import MDSWriter
 
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import ConfigurationError, DataError, MachineError
@@ -286,6 +287,65 @@ def test_an_error_that_is_not_of_an_object_ends_the_ingestion(tmp_path, monkeypa
     ingestion_of(source, out).grow()
     assert PreparedManifest.read(str(out)).kept == 4
     assert dead_letters(out) == []
+
+
+def write_table(path, column, seed):
+    pq.write_table(pa.table({"image": [noise(40, 35, seed + i) for i in range(3)], column: ["x"] * 3}), path)
+
+
+def write_text(path, content):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content)
+
+
+@pytest.mark.parametrize(
+    ("kind", "write", "letters"),
+    [
+        ("parquet", lambda source: write_table(source / "b.parquet", "caption_en", 9), ["b.parquet"]),
+        ("images", lambda source: write_text(source / "mallory" / "metadata.jsonl", "{no"), ["mallory/metadata.jsonl"]),
+        ("images", lambda source: write_text(source / "mallory" / "metadata.csv", "a,b\n"), ["mallory/metadata.csv"]),
+        ("images", lambda source: write_tar(source / "x.tar", sample("0", noise(40, 35, 9), b"x")), []),
+        ("mds", lambda source: write_text(source / "index.json", "{no"), [""]),
+    ],
+)
+def test_a_file_that_cannot_be_listed_blocks_no_other(tmp_path, kind, write, letters):
+    source, out = tmp_path / "set", tmp_path / "out"
+
+    def add(start):
+        if kind == "parquet":
+            write_table(source / f"{start}.parquet", "caption", start)
+        else:
+            write_folder(source if kind == "images" else tmp_path / "images", 3, start=start)
+
+    source.mkdir()
+    if kind == "mds":
+        write_folder(tmp_path / "images", 1)
+        with MDSWriter(out=str(source), columns={"image": "bytes", "caption": "str"}) as writer:
+            writer.write({"image": noise(40, 35, 5), "caption": "x"})
+    add(20)
+    sources = [source, *([tmp_path / "images"] if kind == "mds" else [])]
+    ingestion = ingestion_of(source, out)
+    ingestion._config.sources = list(map(str, sources))
+    ingestion.grow()
+    before = PreparedManifest.read(str(out)).kept
+    write(source)
+    if kind == "images":
+        (source / "mallory").mkdir(exist_ok=True)
+        (source / "mallory" / "waits.png").write_bytes(noise(40, 35, 77))
+    add(40)
+    ingestion.complete()
+    ingestion.grow()
+    assert PreparedManifest.read(str(out)).kept == before + 3
+    ingestion.grow()
+    assert [letter["object"] for letter in dead_letters(out)] == [f"{source}/{one}".rstrip("/") for one in letters]
+    ingestion.grow()
+    assert len(dead_letters(out)) == len(letters)
+    for file in letters:
+        if kind == "images":
+            (source / file).unlink()
+    ingestion.grow()
+    if kind == "images":
+        assert dead_letters(out) == [], "it was mended"
 
 
 def test_an_image_that_ends_its_process(tmp_path):

@@ -1,8 +1,11 @@
 """The scan in one process: rows of the metadata, interruptions, growth, takedown."""
 
+import functools
+import io
 import json
 import os
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,16 +15,18 @@ import xxhash
 from PIL import Image
 
 from diffusion import storage
+from diffusion.config.loading import to_dict
 from diffusion.datasets.images import decode_reduced
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.preparation import scan as scan_module
 from diffusion.preparation.config import LimitsConfig, PrepareConfig
-from diffusion.preparation.engine import Workers
+from diffusion.preparation.engine import Workers, run
 from diffusion.preparation.layout import REMOVED, SCHEMA, part_name, write_table
 from diffusion.preparation.measures import REDUCED_SIDE, perceptual_hash
 from diffusion.preparation.metadata import removed_row
-from diffusion.preparation.records import Location
+from diffusion.preparation.records import Location, Partition
 from diffusion.preparation.scan import Scan, scan_sources
+from diffusion.preparation.sources.webdataset import WebDatasetSource
 from tests.tools.image_files import encode, noise, sample, tree, write_folder, write_tar
 
 
@@ -100,9 +105,9 @@ def test_what_is_known_of_an_image(folder, out):
 def test_each_image_is_decoded_once(folder, out, monkeypatch):
     decoded = Counter()
 
-    def decode(data, side):
+    def decode(data, *arguments):
         decoded[data] += 1
-        return decode_reduced(data, side)
+        return decode_reduced(data, *arguments)
 
     monkeypatch.setattr(scan_module, "decode_reduced", decode)
     scan([folder], out)
@@ -119,6 +124,28 @@ def test_limits_of_an_image(folder, out):
     scan([folder], out, limits=LimitsConfig(max_jpeg_scans=4, max_caption_characters=300, max_word_characters=80))
     reasons = {key: row["reason"] for key, row in by_key(out).items() if row["reason"]}
     assert reasons == {f"set/000{number}.png": "too_large" for number in (0, 2, 3)}
+
+
+def test_memory_of_a_decoded_image(folder, out):
+    (folder / "0000.png").write_bytes(noise(600, 500))
+    scan([folder], out, limits=LimitsConfig(max_decoded_mb=1))
+    assert {key for key, row in by_key(out).items() if row["reason"] == "too_large"} == {"set/0000.png"}
+
+
+def test_truncated_jpegs_are_rejected(folder, out):
+    whole = noise(200, 160, image_format="JPEG", quality=90)
+    half = whole[: len(whole) // 2]
+    turned = Image.open(io.BytesIO(whole)).getexif()
+    turned[0x0112] = 6
+    sideways = noise(200, 160, image_format="JPEG", quality=90, exif=turned)
+    for number, content in enumerate((
+        half + b"\xff\xd9", half + bytes(len(half)), sideways[: len(sideways) // 2] + b"\xff\xd9",
+        whole, whole + b"<html>", encode(Image.new("RGB", (64, 64), (128,) * 3), "JPEG"),
+    )):  # fmt: skip
+        (folder / f"000{number}.png").write_bytes(content)
+    scan([folder], out)
+    rejected = {key for key, row in by_key(out).items() if row["reason"] == "undecodable"}
+    assert rejected == {f"set/000{number}.png" for number in range(3)}
 
 
 def test_partitions_of_several_sources(folder, out, tmp_path):
@@ -141,6 +168,34 @@ def test_partitions_of_several_sources(folder, out, tmp_path):
         ]
         hashes = [xxhash.xxh3_128_hexdigest(image) for image in source.images(partition, locations)]
         assert hashes == table["xxh128"].to_pylist()
+
+
+def test_images_at_which_a_worker_dies_are_rejected(out, tmp_path):
+    class Deadly(bytes):
+        def __len__(self):
+            os._exit(9)
+
+    class DeadlySource(WebDatasetSource):
+        def scan(self, partition):
+            for number, item in enumerate(super().scan(partition)):
+                if number == 6:
+                    os._exit(9)
+                yield replace(item, image=Deadly(item.image)) if number in (1, 3) else item
+
+    for name in ("sound", "deadly"):
+        write_tar(tmp_path / f"{name}.tar", [one for i in range(8) for one in sample(f"{i}", noise(40, 35, i), b"x")])
+    make = functools.partial(scan_module.Scanner, str(out), to_dict(LimitsConfig()))
+    tasks = [
+        scan_module.ScanTask(
+            kind(name=name, root=str(tmp_path / f"{name}.tar"), is_file=True), Partition(number=number)
+        )
+        for number, (kind, name) in enumerate([(DeadlySource, "deadly"), (WebDatasetSource, "sound")])
+    ]
+    retry = functools.partial(scan_module._after_death, str(tmp_path))  # pyright: ignore[reportPrivateUsage]
+    results = list(run(Workers(number=2), make, tasks, on_death=retry))
+    assert sorted(results) == [(7, 3), (8, 0)]
+    reasons = ["", "undecodable", "", "undecodable", "", "", "damaged_file"]
+    assert [row["reason"] for row in rows_of(out)] == reasons + [""] * 8
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])

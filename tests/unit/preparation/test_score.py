@@ -1,3 +1,4 @@
+import builtins
 import json
 from pathlib import Path
 
@@ -49,6 +50,29 @@ def test_scores_of_images_without_a_reason_in_batches_of_a_partition(data):
     assert data.source.read == [f"0/{i}.png" for i in (0, 1, 2, 3, 6)] + [f"1/{i}.png" for i in range(3)]
 
 
+class Selective:
+    """Fails on red images; with `on="grey"` on all."""
+
+    def __init__(self, on: str = "red", error: str = "ValueError") -> None:
+        self.on, self.error = on, getattr(builtins, error)
+
+    def __call__(self, images, captions):
+        if self.on == "grey" or any(image.getpixel((0, 0)) == (255, 0, 0) for image in images):
+            raise self.error("a library cannot take this image")
+        return [1.0] * len(images)
+
+
+def test_an_image_that_a_scorer_fails_on_has_no_value(data, caplog):
+    selective = {"path": f"{__name__}.Selective", "column": "x", "batch_size": 3}
+    run(data, scorers=[selective])
+    assert column(data, "x") == [None, 1.0, 1.0, 1.0, None, None, 1.0]
+    assert "failed on 2 images" in caplog.text
+    with pytest.raises(ValueError, match="cannot take"):
+        run(data, scorers=[{**selective, "arguments": {"on": "grey"}}])
+    with pytest.raises(ConnectionError):
+        run(data, scorers=[{**selective, "arguments": {"error": "ConnectionError"}}])
+
+
 def test_a_batch_of_large_images_is_smaller(data, monkeypatch):
     monkeypatch.setattr(module, "BATCH_PIXELS", 2 * 8 * 6)
     run(data, scorers=[scorer("Redness", "redness", batch_size=5)])
@@ -76,7 +100,7 @@ def test_only_what_is_missing_or_of_other_arguments_is_computed(data):
 def test_the_order_of_workers_does_not_matter_and_a_killed_run_goes_on(data, monkeypatch):
     scorers = [scorer("Redness", "redness", batch_size=2)]
 
-    def stops_after_one(workers, make, tasks, *, num_gpus):
+    def stops_after_one(workers, make, tasks, **_):
         work = make()
         yield work(list(tasks)[-1])
         raise KeyboardInterrupt
@@ -94,7 +118,7 @@ def test_the_order_of_workers_does_not_matter_and_a_killed_run_goes_on(data, mon
 def test_a_part_without_values_is_not_computed_again_after_a_kill(data, monkeypatch):
     texts = scorer("FirstWords", "x", arguments={"values": {"red 0": "r"}})
 
-    def stops_after_two(workers, make, tasks, *, num_gpus):
+    def stops_after_two(workers, make, tasks, **_):
         work = make()
         yield from map(work, tasks)
         raise KeyboardInterrupt
