@@ -203,6 +203,8 @@ class _EmptySource:
     name: str = "empty"
     kind: str = "empty"
     path: str = "/empty"
+    root: str = "/empty"
+    pattern: str = ""
 
     def description(self) -> dict[str, Any]:
         """Describe it."""

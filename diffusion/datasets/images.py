@@ -13,7 +13,7 @@ import zlib
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, PngImagePlugin
+from PIL import Image, ImageFile, PngImagePlugin
 
 from diffusion.datasets.colour_profiles import to_srgb
 
@@ -228,7 +228,7 @@ def _sixteen_bits_to_rgb(image: Image.Image) -> Image.Image:
 def _scale_transparent_colour(image: Image.Image) -> None:
     """Bring the transparent colour of a PNG that is not loaded yet to the 8 bits that Pillow decodes it to."""
     colour = image.info.get("transparency")
-    if image.format != "PNG" or not image.tile or not isinstance(colour, int | tuple):
+    if image.format != "PNG" or not isinstance(image, ImageFile.ImageFile) or not image.tile:
         return
     bits = image.tile[0].args
     if bits == "RGB;16B" and isinstance(colour, tuple):

@@ -76,10 +76,12 @@ def _item(rows: Sequence[Mapping[str, str]], where: str) -> Item:
 
 
 def right_answers(questions: Sequence[Question], answers: Sequence[bool]) -> list[bool]:
-    """Whether each question is right: answered with yes, as are those before it on which it depends."""
-    right = list(answers)
-    for position, question in enumerate(questions):
-        right[position] = right[position] and all(right[parent] for parent in question.parents)
+    """Whether each question is right: answered with yes, as are those on which it depends."""
+    right, pending = list(answers), list(range(len(questions)))
+    while ready := [one for one in pending if not set(questions[one].parents) & set(pending)]:
+        for position in ready:
+            right[position] = right[position] and all(right[parent] for parent in questions[position].parents)
+        pending = [one for one in pending if one not in ready]
     return right
 
 

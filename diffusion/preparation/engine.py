@@ -39,9 +39,6 @@ _DIED = (
     "more memory for each; if it dies at the same place, take that file out"
 )
 
-_is_worker = False
-"""Whether this process does nothing but tasks, and may end at any time."""
-
 _WAITING = 2
 """Tasks that a process holds: the one it works on, and the next."""
 
@@ -123,15 +120,6 @@ def _run_here(
 def death_error(task: Task, describe: Callable[[Task], str] | None) -> MachineError:
     """Make the error of a worker that died, or ran out of memory, at a task."""
     return MachineError(_DIED.format(f" at {describe(task)}" if describe else ""))
-
-
-def end_after(seconds: float) -> None:
-    """End this process, if it is a worker's, once it has computed for so long; 0 stops that.
-
-    The kernel does it, so it ends a library that does not return, too.
-    """
-    if _is_worker:
-        signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 class _Worker:
@@ -260,8 +248,6 @@ def _start_process(gpus: str) -> tuple[Connection, subprocess.Popen[bytes]]:
 
 def _serve(descriptor: int) -> None:
     """Do the tasks that come by a pipe; end at once when the parent does, which ends the pipe."""
-    global _is_worker
-    _is_worker = True
     connection = Connection(descriptor)
     sys.path[:], make = connection.recv()
     tasks: SimpleQueue[bytes] = SimpleQueue()

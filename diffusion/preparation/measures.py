@@ -5,7 +5,6 @@ what decoding costs.
 """
 
 import functools
-import math
 import re
 
 import numpy as np
@@ -78,17 +77,18 @@ def is_truncated(data: bytes, rgb: Image.Image) -> bool:
     """Check that a file is a JPEG whose end was lost, though its decoder says nothing.
 
     It has no end-of-image marker after its last scan, or the decoder filled one of its sides (the lower one, before it
-    was turned) with the grey of missing data: at least `_MIN_GREY` of the image.
+    was turned) with the grey of missing data: at least `_MIN_GREY` of the image, and the rest of the row of blocks in
+    which the data ends, which tells it from a background of that grey.
     """
     if data[:3] != b"\xff\xd8\xff":
         return False
     if data.rfind(b"\xff" + _END) < data.rfind(b"\xff" + _SCAN):
         return True
-    levels = np.asarray(rgb)
-    for turned in (levels[::-1], levels, levels.swapaxes(0, 1)[::-1], levels.swapaxes(0, 1)):
-        edge = turned[: max(2, math.ceil(_MIN_GREY * len(turned)))]
-        if len(turned) > len(edge) and (edge == _GREY).all():
-            return not (levels == _GREY).all()
+    is_grey = (np.asarray(rgb) == _GREY).all(axis=-1)
+    for turned in (is_grey[::-1], is_grey, is_grey.T[::-1], is_grey.T):
+        num_grey = int(turned.all(axis=1).argmin())
+        if num_grey >= max(2, _MIN_GREY * len(turned)) and turned[num_grey, 0] != turned[num_grey, -1]:
+            return True
     return False
 
 

@@ -70,7 +70,7 @@ Taken = Mapping[int, Mapping[str, str]]
 """Files that are taken: by the number of their source, their versions by name."""
 
 _VERSION = 2
-_ADDED = ("convert_to_srgb", "max_decoded_mb", "max_image_seconds")
+_ADDED = ("convert_to_srgb", "max_decoded_mb")
 """Settings that data sets of earlier versions lack."""
 
 _FIELDS = tuple(one.name for one in fields(Partition) if one.name != "items")

@@ -138,9 +138,11 @@ def test_truncated_jpegs_are_rejected(folder, out):
     turned = Image.open(io.BytesIO(whole)).getexif()
     turned[0x0112] = 6
     sideways = noise(200, 160, image_format="JPEG", quality=90, exif=turned)
+    backdrop = Image.new("RGB", (200, 160), (128,) * 3)
+    backdrop.paste("red", (60, 40, 140, 120))
     for number, content in enumerate((
         half + b"\xff\xd9", half + bytes(len(half)), sideways[: len(sideways) // 2] + b"\xff\xd9",
-        whole, whole + b"<html>", encode(Image.new("RGB", (64, 64), (128,) * 3), "JPEG"),
+        whole, whole + b"<html>", encode(Image.new("RGB", (64, 64), (128,) * 3), "JPEG"), encode(backdrop, "JPEG"),
     )):  # fmt: skip
         (folder / f"000{number}.png").write_bytes(content)
     scan([folder], out)
