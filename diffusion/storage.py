@@ -52,6 +52,9 @@ _CHUNK_BYTES = 2**20
 _PAGE_KEYS = 1000
 """Objects listed or deleted by one request."""
 
+_PASSING_ERRNOS = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EREMOTEIO)
+"""Failures of network file systems; a file that is opened again may be read."""
+
 _WEB = ("http", "https")
 _FSSPEC = ("file", "gs", "gcs", "hf", "az", "abfs", "memory")
 _STREAMING = ("gs", "oci", "azure", "azure-dl", "sftp", "dbfs", "dbfs-uc", "alipan")
@@ -365,6 +368,25 @@ def concurrent_map(function: Callable[[Item], T], items: Iterable[Item]) -> Iter
             threads.shutdown(cancel_futures=True)
 
 
+def retry(path: str, read: Callable[[], T]) -> T:
+    """Read a file of this machine, several times while its file system fails in a way that may pass.
+
+    Raises:
+        UnavailableError: the attempts are used up.
+        OSError: another failure, at once.
+    """
+
+    def request(_: _Store) -> T:
+        try:
+            return read()
+        except OSError as error:
+            if error.errno in _PASSING_ERRNOS:
+                raise _unreadable(path, error) from error
+            raise
+
+    return _attempt(path, None, request)
+
+
 def _attempt(uri: str, access: Access | None, request: Callable[["_Store"], T]) -> T:
     """Make a request to the store of a URI, several times while the store does not answer."""
     access = access or Access(attempts=int(os.environ.get("AWS_MAX_ATTEMPTS", "8")))
@@ -434,6 +456,12 @@ def _unavailable(uri: str, error: Exception | str | int) -> UnavailableError:
     return UnavailableError(
         f"{shown(uri)}: the store {what}. Check the address (S3_ENDPOINT_URL) and the network, and run the same "
         "command again"
+    )
+
+
+def _unreadable(path: str, error: OSError) -> UnavailableError:
+    return UnavailableError(
+        f"{path} cannot be read: {error.strerror}. Check its disk or file system, and run the same command again"
     )
 
 
@@ -785,6 +813,8 @@ class _FsspecStore:
         except ImportError as error:
             raise MachineError(f"{shown(uri)} needs a package: {error}; install it with pip") from error
         except Exception as error:
+            if isinstance(error, OSError) and self._scheme == "file" and error.errno in _PASSING_ERRNOS:
+                raise _unreadable(uri, error) from error
             if isinstance(error, OSError) and (self._scheme == "file" or error.errno in (errno.ENOSPC, errno.EDQUOT)):
                 raise MachineError(f"{shown(uri)} cannot be read or copied: {error.strerror or error}") from error
             raise _unavailable(uri, error) from error

@@ -330,7 +330,7 @@ class StreamShards:
                     "machine can reach it"
                 ) from error
         try:
-            return read_shard_index(path)
+            return storage.retry(str(path), lambda: read_shard_index(path))
         except (OSError, ValueError, KeyError, TypeError) as error:
             remedy = _REWRITE if self.remote is None else "Delete it: it is fetched again"
             raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}). {remedy}") from error
@@ -374,7 +374,7 @@ class StreamShards:
 
     def _check_or_fetch(self, entry: Shard) -> None:
         try:
-            damage = self._find_damage(entry.raw)
+            damage = storage.retry(str(self.folder / entry.raw.name), lambda: self._find_damage(entry.raw))
         except FileNotFoundError:
             if self.remote is None and entry.packed is None:
                 raise

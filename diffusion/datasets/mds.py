@@ -156,14 +156,28 @@ class ShardFiles:
         self._open: dict[str, int] = {}
 
     def read(self, path: str, index: int) -> bytes:
-        """Read the bytes of a sample.
+        """Read the bytes of a sample, several times while a network file system fails.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: the file is damaged.
+            UnavailableError: the file cannot be read.
+            ValueError: it is damaged.
         """
+        try:
+            return self._read(path, index)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            return storage.retry(path, lambda: self._read_anew(path, index))
+
+    def _read(self, path: str, index: int) -> bytes:
         descriptor, begin, end = self._find(path, index)
         return _exactly(os.pread(descriptor, end - begin, begin), end - begin)
+
+    def _read_anew(self, path: str, index: int) -> bytes:
+        """Open a file again and read: a stale handle stays stale."""
+        self.forget(path)
+        return self._read(path, index)
 
     def read_column(self, path: str, index: int, layout: Layout, column: str) -> Any:
         """Read one column of a sample, without the bytes of the others; errors as for `read`."""

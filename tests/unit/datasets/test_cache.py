@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from streaming import MDSWriter
 
 from diffusion import storage
@@ -29,7 +30,7 @@ from diffusion.datasets.dataset import TrainingDataset
 from diffusion.datasets.loader import BatchLoader, train_loader, validation_dataset
 from diffusion.datasets.mds import read_shards
 from diffusion.datasets.streams import StreamLocation
-from diffusion.errors import DataError
+from diffusion.errors import DataError, MachineError
 from tests.tools.written_data import TEXT, data_config, encoded_sample, tokenize, write_encoded, write_prepared
 
 COLUMNS = dict.fromkeys(["latent_mean", "latent_logvar"], "ndarray:float16:4,4,4") | TEXT
@@ -127,6 +128,48 @@ def test_a_damaged_compressed_shard_in_the_cache_is_fetched_again(tmp_path: Path
     with pytest.raises(DataError, match=r"shard.00000.mds.zstd is damaged"):
         read(open_loader(empty, root, validate_hash="xxh64"))
     wait_until(lambda: shards_in(empty / "a") == [])  # Another thread may fetch it, too.
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO])
+@pytest.mark.parametrize(("owner", "function"), [(os, "pread"), (cache, "hash_file"), (LocalFileSystem, "get_file")])
+def test_a_failure_of_a_network_file_system_that_passes_is_bridged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, owner: Any, function: str
+) -> None:
+    root = write_encoded(tmp_path / "remote", {"a": 8})
+    shards = StreamShards(StreamLocation(name="a", remote=str(root / "a"), local=str(tmp_path / "cache")))
+    shards.read(0)
+    shards.close()
+    monkeypatch.setattr(storage, "FIRST_PAUSE", 0.01)
+    real, calls = getattr(owner, function), []
+
+    def fail_twice(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        if len(calls) <= 2:
+            raise OSError(code, os.strerror(code))
+        return real(*args, **options)
+
+    monkeypatch.setattr(owner, function, fail_twice)
+    if owner is LocalFileSystem:
+        (tmp_path / "cache" / "shard.00000.mds").unlink()
+    elif owner is cache:
+        shards = StreamShards(StreamLocation(name="a", remote=None, local=str(root / "a")))
+    assert shards.read(3)["latent_mean"].shape == (4, 4, 4)
+    assert len(calls) > 2
+
+
+def test_a_failure_of_a_file_system_that_lasts_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write_encoded(tmp_path, {"a": 8})
+    shards = StreamShards(StreamLocation(name="a", remote=None, local=str(root / "a")))
+    shards.read(0)
+    monkeypatch.setattr(storage, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(storage, "LONGEST_PAUSE", 0.0)
+
+    def fail(*_: Any) -> bytes:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(MachineError, match=r"shard\.00000\.mds cannot be read"):
+        shards.read(3)
 
 
 def test_a_compressed_original_is_unpacked_and_kept(tmp_path: Path) -> None:
