@@ -24,7 +24,7 @@ from diffusion.callbacks.step import AccumulateLocally, ClipGradients, Collectiv
 from diffusion.callbacks.stream_losses import StreamLosses
 from diffusion.checkpointing.resume import CheckpointStorage
 from diffusion.config.checks import steps_of
-from diffusion.config.data import Representation
+from diffusion.config.data import Mixing, Representation
 from diffusion.config.model import Compilation
 from diffusion.config.schema import Config
 from diffusion.config.secrets import to_public_yaml
@@ -131,7 +131,8 @@ def _build_task_callbacks(
     callbacks: list[Callback] = []
     settings, streams = config.trainer, config.data.streams
     if fast.resolve_compilation(config.performance.compilation, device) is not Compilation.none:
-        callbacks.append(CollectiveTimeout(settings.compile_timeout, settings.dist_timeout))
+        then = None if config.data.mixing is Mixing.groups else settings.dist_timeout
+        callbacks.append(CollectiveTimeout(settings.compile_timeout, then))
     keeps_weights_whole = settings.parallelism == Parallelism.fsdp and not settings.reshard_after_forward
     if keeps_weights_whole and config.performance.accumulate_locally:
         callbacks.append(AccumulateLocally())
@@ -161,6 +162,7 @@ def _build_saver(config: Config, storage: CheckpointStorage) -> SaveCheckpoints:
     return SaveCheckpoints(
         storage.folder,
         settings.save_interval,
+        damaged=storage.damaged,
         newest=settings.keep_checkpoints if settings.keep_checkpoints > 0 else None,
         every=every,
         remote=storage.remote,

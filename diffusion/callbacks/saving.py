@@ -5,7 +5,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ class SaveCheckpoints(CheckpointSaver):
         interval: Composer time string.
         newest: number of newest complete checkpoints to keep; None keeps all.
         every: steps; the first checkpoint at or after each multiple is kept forever.
+        damaged: names of checkpoints of earlier starts that do not count as kept; one that is written anew does.
         remote: the store of the checkpoints; None is `folder`.
         background: write while training goes on.
     """
@@ -70,6 +71,7 @@ class SaveCheckpoints(CheckpointSaver):
         *,
         newest: int | None = None,
         every: float | None = None,
+        damaged: set[str] | None = None,
         remote: RemoteCheckpoints | None = None,
         background: bool = False,
     ) -> None:
@@ -84,6 +86,7 @@ class SaveCheckpoints(CheckpointSaver):
         )
         self.local, self.remote = folder, remote
         self.newest, self.every = newest, every
+        self._damaged = set() if damaged is None else damaged
         self._group: Any = None
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "checkpoint", _take_device) if background else None
         self._host_copy = HostCopy()
@@ -201,24 +204,27 @@ class SaveCheckpoints(CheckpointSaver):
     def _prune(self, path: Path) -> None:
         """Remove the checkpoints that a new one supersedes."""
         self.saved_checkpoints.append(str(path) if self.remote is None else self.remote.uri_of(path.name))
+        self._damaged.discard(path.name)
         if self.newest is None:
             return
         if self.remote is None:
-            for old in superseded(
-                list_checkpoints(self.local), newest=self.newest, every=self.every, is_whole=is_complete
-            ):
+            for old in self._superseded(list_checkpoints(self.local), self.newest, is_complete):
                 log.info("removing %s", old)
                 _remove(old)
             return
         try:
             present = {Path(found.name): found for found in self.remote.present()}
-            for name in superseded(
-                list(present), newest=self.newest, every=self.every, is_whole=lambda name: present[name].is_complete
-            ):
+            for name in self._superseded(list(present), self.newest, lambda name: present[name].is_complete):
                 log.info("removing %s", present[name])
                 self.remote.remove(present[name])
         except UserError as error:
             log.warning("older checkpoints cannot be removed: %s", error)
+
+    def _superseded(self, present: Sequence[Path], newest: int, is_complete: Callable[[Path], bool]) -> list[Path]:
+        def is_whole(path: Path) -> bool:
+            return path.name not in self._damaged and is_complete(path)
+
+        return superseded(present, newest=newest, every=self.every, is_whole=is_whole)
 
 
 def _make_room(path: Path) -> None:

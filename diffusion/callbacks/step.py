@@ -135,10 +135,11 @@ class AccumulateLocally(Callback):
 class CollectiveTimeout(Callback):
     """Change the timeout of collectives, in seconds, at the start of training and again after its first steps.
 
-    Ranks that compile are slow.
+    Ranks that compile are slow. With None for `then` the first timeout stays: where ranks have images of different
+    sizes, one may compile a rare size at any step while the others wait.
     """
 
-    def __init__(self, first: float, then: float, num_first_steps: int = NUM_FIRST_STEPS) -> None:
+    def __init__(self, first: float, then: float | None, num_first_steps: int = NUM_FIRST_STEPS) -> None:
         self.first, self.then = first, then
         self._num_left = num_first_steps
 
@@ -149,5 +150,5 @@ class CollectiveTimeout(Callback):
     def batch_end(self, state: State, logger: Logger) -> None:
         """Set the usual timeout after the first steps."""
         self._num_left -= 1
-        if self._num_left == 0:
+        if self._num_left == 0 and self.then is not None:
             set_collective_timeout(self.then, state.device_mesh)

@@ -5,7 +5,7 @@ import logging
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,9 @@ class CheckpointStorage:
     remote: RemoteCheckpoints | None
     """The object store that they are uploaded to, if any."""
 
+    damaged: set[str] = field(default_factory=set)
+    """Names of checkpoints that `find_resumption` has found damaged, on rank 0."""
+
     @property
     def downloads(self) -> Path:
         """Downloads of this node."""
@@ -84,7 +87,7 @@ def find_resumption(config: Config, storage: CheckpointStorage) -> str | None:
     """
     if storage.remote is not None:
         return _find_remote(config, storage, storage.remote)
-    path = on_first_rank(lambda: _find_local(config, storage.folder), takes_long=True)
+    path = on_first_rank(lambda: _find_local(config, storage), takes_long=True)
     if path is not None:
         agree(lambda: _check_again(path) if _is_first_of_another_node() else None, takes_long=True)
         if rank() == 0:
@@ -106,7 +109,8 @@ def remove_downloads(storage: CheckpointStorage) -> None:
             shutil.rmtree(storage.downloads, ignore_errors=True)
 
 
-def _find_local(config: Config, folder: Path) -> Path | None:
+def _find_local(config: Config, storage: CheckpointStorage) -> Path | None:
+    folder = storage.folder
     try:
         remove_half_written(folder)
     except OSError as error:
@@ -117,6 +121,7 @@ def _find_local(config: Config, folder: Path) -> Path | None:
         return None
     newest = newest_that_passes(present, check_checkpoint)
     if newest is not None:
+        storage.damaged.update(path.name for path in present[present.index(newest) + 1 :])
         _check_resumable(config, newest, str(newest))
     elif present:
         raise _none_is_whole(folder)
@@ -194,6 +199,7 @@ def _download_newest(config: Config, storage: CheckpointStorage, remote: RemoteC
     present = remote.present()
     newest = newest_that_passes(present, check)
     if newest is not None:
+        storage.damaged.update(checkpoint.name for checkpoint in present[present.index(newest) + 1 :])
         _check_resumable(config, storage.downloads / newest.name, str(newest))
     elif present:
         raise _none_is_whole(remote.uri)

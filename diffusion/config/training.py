@@ -179,8 +179,8 @@ class TrainerConfig:
     """Timeout of collective operations, in seconds."""
 
     compile_timeout: float = bounded(3600.0, above=0)
-    """Timeout of collective operations in the first 100 steps of a start with compilation (performance.compilation), in
-    which each rank compiles at every new size of images, in seconds."""
+    """Timeout of collective operations, in seconds, while ranks compile (performance.compilation): in the first 100
+    steps of a start, with `data.mixing: groups` in all, since a rare size of images may come late."""
 
     progress_bar: bool = True
     """Show progress on rank 0: a bar in a terminal, elsewhere a line each half minute."""

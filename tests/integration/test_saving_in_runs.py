@@ -20,12 +20,27 @@ def options(run: Path, form: str, *more: str) -> tuple[str, list[str]]:
     return "tests/tools/toy.yaml", [f"output_folder={run}", f"trainer.parallelism={form}", *COMMON, *more]
 
 
+def flip_a_bit(checkpoint: Path) -> None:
+    files = [file for file in [checkpoint, *checkpoint.rglob("*")] if file.is_file()]
+    largest = max(files, key=lambda file: file.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_checkpoints_of_earlier_starts_are_removed_too(server, tmp_path, form):
     run = tmp_path / "run"
     keep = ["trainer.max_duration=9ba", "trainer.save_interval=1ba", "trainer.keep_every=4ba"]
     server.run(1, [options(run, form, *keep, signal_at(6))])
-    assert [batch_of(path) for path in find_checkpoints(run / "checkpoints")] == [1, 2, 3, 4, 5, 6]
+    checkpoints = find_checkpoints(run / "checkpoints")
+    assert [batch_of(path) for path in checkpoints] == [1, 2, 3, 4, 5, 6]
+    for path in checkpoints[-2:]:
+        flip_a_bit(path)
+    server.run(1, [options(run, form, *keep, "trainer.keep_checkpoints=1", signal_at(5))])
+    checkpoints = find_checkpoints(run / "checkpoints")
+    assert [batch_of(path) for path in checkpoints] == [4, 5, 6]
+    assert find_damage(checkpoints[1]) is None, "a damaged one is not the newest that is kept"
     server.train(1, [options(run, form, *keep, "trainer.keep_checkpoints=2")])
     assert [batch_of(path) for path in find_checkpoints(run / "checkpoints")] == [4, 8, 9]
 
