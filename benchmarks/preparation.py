@@ -13,10 +13,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import numpy as np
@@ -39,6 +39,7 @@ from diffusion.preparation.engine import Workers
 from diffusion.preparation.layout import METADATA, SCHEMA, SCORES, part_name
 from diffusion.preparation.records import Location, Partition, Partitions, Reason, Rejected
 from diffusion.preparation.select import WINDOWS_PER_TASK, select, splitmix64
+from diffusion.preparation.sources import Source
 
 _WORDS = 3000
 _CAPTIONS = 300_000
@@ -195,22 +196,14 @@ def _captions() -> pa.Array:
     return pa.array([" ".join(some) for some in np.split(chosen, np.cumsum(lengths)[:-1])])
 
 
-@dataclass(frozen=True)
-class _EmptySource:
+@dataclass(frozen=True, kw_only=True)
+class _EmptySource(Source):
     """Tars whose reading is replaced: each is one rejection."""
 
+    kind: ClassVar[str] = "empty"
     num_partitions: int
-    name: str = "empty"
-    kind: str = "empty"
-    path: str = "/empty"
-    root: str = "/empty"
-    pattern: str = ""
 
-    def description(self) -> dict[str, Any]:
-        """Describe it."""
-        return asdict(self)
-
-    def partitions(self, known: Sequence[str] = ()) -> Partitions:
+    def partitions(self, known: Sequence[str] = (), only: object = None) -> Partitions:
         """List partitions like those of tars of 10,000 images."""
         return Partitions(
             new=(
@@ -227,10 +220,8 @@ class _EmptySource:
 def measure_driver(num_partitions: int, engine: Engine = Engine.processes) -> dict[str, float]:
     """Scan partitions without images; return CPU seconds and peak memory (MB) of this process, which is the driver."""
     began, cpu = time.monotonic(), time.process_time()
-    with (
-        tempfile.TemporaryDirectory() as out,
-        patch.object(scan, "open_sources", lambda *_: [_EmptySource(num_partitions)]),
-    ):
+    source = _EmptySource(name="empty", root="/empty", num_partitions=num_partitions)
+    with tempfile.TemporaryDirectory() as out, patch.object(scan, "open_sources", lambda *_: [source]):
         config = PrepareConfig(sources=["/empty"], out=out)
         found = scan.scan_sources(config, workers=Workers(engine=engine, number=2))
         assert len(list(Path(out, "metadata").iterdir())) == len(found.partitions) == num_partitions

@@ -186,7 +186,8 @@ class DuplicatesConfig:
     """Resized and recompressed copies, found by perceptual hash."""
 
     max_distance: int = bounded(4, min=0, max=16)
-    """Largest number of the 64 bits of the perceptual hash in which near duplicates differ."""
+    """Largest number of the 64 bits of the perceptual hash in which near duplicates differ. The search takes 6 times as
+    long at 6 and 200 times at 10."""
 
 
 @dataclass(kw_only=True)

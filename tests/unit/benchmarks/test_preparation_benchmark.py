@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks.preparation import measure_mixing
+from benchmarks.preparation import measure_driver, measure_mixing
 
 
 def test_larger_windows_mix_more_and_a_full_shuffle_most():
@@ -11,3 +11,7 @@ def test_larger_windows_mix_more_and_a_full_shuffle_most():
     assert full["partitions_of_batch_shard"] == pytest.approx(64 * (1 - (1 - 1 / 64) ** 128), rel=0.1)
     assert one["partitions_of_batch_shard"] <= one["partitions_of_batch_block"]
     assert one["shards"] > full["shards"]
+
+
+def test_the_driver_of_a_scan_is_measured():
+    assert measure_driver(20)["partitions"] == 20
