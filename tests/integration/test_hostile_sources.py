@@ -137,7 +137,7 @@ def write_hostile_files(folder: Path, outside: Path) -> dict[str, str]:
     folder.mkdir()
     png, jpeg = noise(24, 24), noise(24, 24, image_format="JPEG")
     text = PngImagePlugin.PngInfo()
-    text.add_text("comment", "x" * 2_000_000, zip=True)
+    text.add_text("comment", "x" * 70_000_000, zip=True)
     huge = bytearray(encode(Image.new("RGB", (16, 16)), "BMP"))
     huge[18:26] = (60_000).to_bytes(4, "little") * 2
     contents = {

@@ -47,7 +47,8 @@ class ArrowSource(TableSource):
         for state in states:
             uri = self.uri(file_of(state))
             try:
-                files = [entry["filename"] for entry in json.loads(read_file(uri, _STATE_BYTES))["_data_files"]]
+                content = json.loads(read_file(uri, _STATE_BYTES, self.root))
+                files = [entry["filename"] for entry in content["_data_files"]]
                 listed += [state.removesuffix(_STATE) + file for file in files]
             except (UnfitFileError, ValueError, KeyError, TypeError, RecursionError) as error:
                 raise DataError(f"{printable(shown(uri))} does not list the files of a data set ({first_line(error)}); "

@@ -131,7 +131,7 @@ class FolderSource(Source):
         """Yield the .json that can be read."""
         for name in names:
             with suppress(UnfitFileError):
-                yield read_file(self.uri(file_of(name)), self.row_limit())
+                yield read_file(self.uri(file_of(name)), self.row_limit(), self.root)
 
     def partitions(self, known: Sequence[str] = (), only: Mapping[str, str] | None = None) -> Partitions:
         """List the folder and cut the images, sorted by path, into partitions.
@@ -231,7 +231,7 @@ class FolderSource(Source):
             ("json", ".json: ", self.row_limit()),
         ):
             try:
-                contents.append(read_file(self.uri(item[what]), limit) if item.get(what) else None)
+                contents.append(read_file(self.uri(item[what]), limit, self.root) if item.get(what) else None)
             except UnfitFileError as error:
                 if error.reason is Reason.MISSING_IMAGE:
                     raise self.gone_error(item[what]) from error

@@ -24,6 +24,7 @@ from diffusion.storage import is_url, shown
 logger = logging.getLogger(__name__)
 
 _LOCAL_BUFFER = 2**20
+_DESCRIPTORS = "/proc/self/fd"
 _OF_THE_FILE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.EINVAL)
 _NO_FILE = "a pipe, a socket or a device, no file"
 LEADS_OUT = "the table's path leads out of its folder"
@@ -151,34 +152,46 @@ def is_outside(path: str, top: str) -> bool:
 # Reading
 
 
-def read_file(uri: str, limit: int) -> bytes:
-    """Read a file that was found in a listing, whole; `limit` is the most bytes.
+def read_file(uri: str, limit: int, root: str | None = None) -> bytes:
+    """Read a file that was found in a listing, whole.
+
+    Args:
+        uri: the file.
+        limit: maximum bytes.
+        root: local folder that a link must not lead out of; None for no check.
 
     Raises:
-        UnfitFileError: it does not exist, may not be read, is no regular file, or is larger.
+        UnfitFileError: it does not exist, may not be read, is no regular file, is larger, or leads out of the folder.
         MachineError: the disk or the network fails, or a store denies access.
     """
     with _unfit(uri):
-        data = storage.read(uri, stop=limit + 1) if is_url(uri) else _read_local(uri, limit)
+        data = storage.read(uri, stop=limit + 1) if is_url(uri) else _read_local(uri, limit, root)
     if len(data) > limit:
         raise UnfitFileError(Reason.TOO_LARGE, f"more than {limit} bytes")
     return data
 
 
-def _read_local(path: str, limit: int) -> bytes:
-    with _open_local(path) as file:  # Buffered: it reads on after a short read, whose error would be lost.
+def _read_local(path: str, limit: int, root: str | None) -> bytes:
+    with _open_local(path, root) as file:  # Buffered: it reads on after a short read, whose error would be lost.
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise UnfitFileError(Reason.TOO_LARGE, f"{size} bytes are more than {limit}")
         return file.read(size + 1)
 
 
-def _open_local(path: str) -> BinaryIO:
+def _open_local(path: str, root: str | None) -> BinaryIO:
     """Open a regular file; a pipe is not waited for."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise UnfitFileError(Reason.UNREADABLE, _NO_FILE)
+        # By the descriptor where the system tells: links may replace parts of the path at any time.
+        opened = f"{_DESCRIPTORS}/{descriptor}" if os.path.isdir(_DESCRIPTORS) else path  # noqa: PTH112
+        if root is not None and is_outside(opened, os.path.realpath(root)):
+            raise UnfitFileError(Reason.UNREADABLE, _LINK_LEADS_OUT)
+    except BaseException:
         os.close(descriptor)
-        raise UnfitFileError(Reason.UNREADABLE, _NO_FILE)
+        raise
     return os.fdopen(descriptor, "rb", _LOCAL_BUFFER)
 
 
@@ -190,9 +203,7 @@ def open_file(uri: str, root: str | None = None, *, buffer_bytes: int | None = N
     with _unfit(uri):
         if is_url(uri):
             return storage.open_file(uri, buffer_bytes=buffer_bytes)
-        if root is not None and is_outside(uri, os.path.realpath(root)):
-            raise UnfitFileError(Reason.UNREADABLE, _LINK_LEADS_OUT)
-        return _open_local(uri)
+        return _open_local(uri, root)
 
 
 @contextmanager
@@ -227,7 +238,4 @@ def read_below(folder: str, path: str, limit: int) -> bytes:
         raise UnfitFileError(Reason.MISSING_IMAGE, detail)
     if leads_out(name):
         raise UnfitFileError(Reason.UNREADABLE, LEADS_OUT)
-    uri = storage.join(folder, posixpath.normpath(name))
-    if "\0" not in name and not is_url(uri) and is_outside(uri, os.path.realpath(folder)):
-        raise UnfitFileError(Reason.UNREADABLE, _LINK_LEADS_OUT)
-    return read_file(uri, limit)
+    return read_file(storage.join(folder, posixpath.normpath(name)), limit, folder)

@@ -298,6 +298,28 @@ class TestFolder:
         assert all("leads out" in detail for detail in details(items))
         assert f"{root / 'folder'} leads out" in caplog.text
 
+    @pytest.mark.parametrize("name", ["0000.png", "0000.txt", "0000.json", "folder/0001.png"])
+    def test_links_that_lead_out_and_appear_after_the_listing_are_not_followed(self, tmp_path, name):
+        for folder in ("set", "set/folder", "elsewhere"):
+            (tmp_path / folder).mkdir()
+            for file in ("0000.png", "0001.png"):
+                (tmp_path / folder / file).write_bytes(IMAGE)
+                (tmp_path / folder / file).with_suffix(".txt").write_text("secret" if folder == "elsewhere" else "own")
+                (tmp_path / folder / file).with_suffix(".json").write_text("{}")
+        source = open_source(tmp_path / "set")
+        partitions = list(source.partitions().new)
+        replaced = tmp_path / "set" / name
+        if "/" in name:
+            shutil.rmtree(replaced.parent)
+            replaced.parent.symlink_to(tmp_path / "elsewhere")
+        else:
+            replaced.unlink()
+            replaced.symlink_to(tmp_path / "elsewhere" / name)
+        items = [item for partition in partitions for item in source.scan(partition)]
+        rejected = [item for item in items if isinstance(item, Rejected)]
+        assert len(rejected) == (2 if "/" in name else 1)
+        assert all(item.reason is Reason.UNREADABLE and "leads out" in item.detail for item in rejected)
+
     def test_odd_files_are_one_rejection_each(self, tmp_path):
         long = "n" * 251
         for name in (f"{long}.png", "good.png", "loop.png", "tab\x1b[2J.png"):
