@@ -73,6 +73,11 @@ def write_atomically(path: Path, content: bytes | str) -> None:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
+def csv_text(text: str) -> str:
+    """Quote a text that a spreadsheet would run as a formula, with an apostrophe."""
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file as `write_atomically` does; NaN and infinity, which are not JSON, are a ValueError."""
     write_atomically(path, json.dumps(value, indent=2, allow_nan=False) + "\n")

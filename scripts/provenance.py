@@ -13,7 +13,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from diffusion.files import atomic_path
+from diffusion.files import atomic_path, csv_text
 from diffusion.launch import CommandParser, run_command
 
 LICENCE_COLUMNS = ("license", "licence")
@@ -60,7 +60,9 @@ def main() -> None:
         for one in exposures(config, folders, counts):
             licence = next((str(one.metadata[name]) for name in LICENCE_COLUMNS if one.metadata.get(name)), "")
             source = one.key.partition("/")[0]
-            table.writerow([one.key, source, licence, one.stream, one.index, one.times, json.dumps(one.metadata)])
+            metadata = json.dumps(one.metadata)
+            texts = map(csv_text, (one.key, source, licence, one.stream))
+            table.writerow([*texts, one.index, one.times, metadata])
             by_source[source] += one.times
             by_licence[licence or "(none given)"] += one.times
             num_seen += 1

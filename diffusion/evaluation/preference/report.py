@@ -22,7 +22,7 @@ from diffusion.evaluation.preference.statistics import (
     wilson,
 )
 from diffusion.evaluation.preference.store import QUESTIONS, Kind
-from diffusion.files import write_json
+from diffusion.files import csv_text, write_json
 from diffusion.reports.figures import COLOURS, GREY, plain, save_png, subplots, svg_uri
 from diffusion.reports.page import TEMPLATES, write_page
 
@@ -204,7 +204,8 @@ def to_csv(votes: pd.DataFrame, models: Sequence[str]) -> str:
     table["seconds"] = [f"{seconds:.1f}" for seconds in table["voted_at"] - table["shown_at"]]
     times = [datetime.fromtimestamp(seconds, UTC) for seconds in table["voted_at"]]
     table["voted_at"] = [time.isoformat(timespec="milliseconds") for time in times]
-    return table.drop(columns="shown_at").to_csv(index=False, lineterminator="\r\n")
+    table = table.drop(columns="shown_at").map(lambda value: csv_text(value) if isinstance(value, str) else value)
+    return table.to_csv(index=False, lineterminator="\r\n")
 
 
 def write_report(report: Report, folder: Path) -> None:

@@ -1,3 +1,4 @@
+import csv
 import random
 from collections import Counter
 
@@ -143,6 +144,13 @@ def test_ties_repeats_and_categories_by_hand():
     assert head.startswith("rater,position,kind,pair,prompt,category,first,second,quality,alignment,voted_at,")
     assert first == "r,0,pair,0,prompt 0,x,m,n,m,m,1970-01-01T00:01:44.000+00:00,4.0"
     assert tie.startswith("r,0,pair,1,prompt 1,x,m,n,,,")
+
+
+@pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1"])
+def test_no_text_in_a_table_is_a_formula(text):
+    _, row = to_csv(pd.DataFrame([vote(text, 0, 0)]), [text, "n"]).splitlines()
+    cells = next(csv.reader([row]))
+    assert cells.count(f"'{text}") >= 2 and text not in cells
 
 
 def test_three_models_get_strengths_and_names_are_escaped(tmp_path):
