@@ -96,6 +96,20 @@ _UNCAPTIONED = "captions IS NULL AND text IS NULL AND json IS NULL"
 _NEW = "FROM items ANTI JOIN known ON items.file = known.file AND (known.version <> '' OR items.version = '')"
 _CHANGED = "FROM items JOIN known USING (file) WHERE known.version NOT IN ('', items.version)"
 _GONE = "FROM known ANTI JOIN items USING (file) WHERE known.version <> '' AND NOT known.removed"
+_CAPTIONLESS = "(SELECT file, stem FROM images ANTI JOIN beside USING (stem) WHERE captions IS NULL) AS i"
+_UNREAD = {
+    "images without captions have a file beside them that is not read; name it as the image, with .txt for its "
+    "extension": f"""SELECT f.file FROM {_CAPTIONLESS} JOIN files f ON f.stem = i.stem WHERE f.kind = 'other' UNION ALL
+        SELECT f.file FROM {_CAPTIONLESS} JOIN files f ON f.stem = i.file WHERE f.kind IN ('text', 'json')""",
+    f"tables are not read, and there are images without captions; a table is named {', '.join(TABLES)}": f"""
+        SELECT file FROM files WHERE kind = 'other' AND lower(extension) IN ('.jsonl', '.csv', '.tsv', '.xlsx')
+            AND EXISTS (FROM {_CAPTIONLESS})""",
+    "names in tables differ from files by backslashes or the Unicode form; write them as the files are named": """
+        SELECT e.file FROM (SELECT file FROM entries ANTI JOIN files USING (file)) AS e
+            JOIN files f ON nfc_normalize(replace(e.file, '\\', '/')) = nfc_normalize(f.file)""",
+}
+"""What may be a mistake in the names of files, and the query for the files."""
+
 _COLUMNS = "items.file, items.size, items.version, captions, metadata, text, json, unreadable, missing_image"
 
 
@@ -156,6 +170,7 @@ class FolderSource(Source):
                 folder = f"{posixpath.dirname(one.table)}/".lstrip("/")
                 database.execute(f"DELETE FROM items WHERE {_UNCAPTIONED} AND starts_with(file, ?)", [folder])
             self._report_overruled(database)
+            self._report_unread(database)
             database.execute("CREATE TABLE known (file VARCHAR, version VARCHAR, removed BOOLEAN)")
             if known:
                 seen = f"""SELECT file, max(version), bool_and(reason = '{Reason.REMOVED.value}')
@@ -214,6 +229,12 @@ class FolderSource(Source):
         if number:
             logger.warning("%s: %d images have a .txt and a caption in a table; that of the table is taken", self.path,
                            number)  # fmt: skip
+
+    def _report_unread(self, database: Any) -> None:
+        for problem, query in _UNREAD.items():
+            (number, file) = database.execute(f"SELECT count(*), min(file) FROM ({query})").fetchone()
+            if number:
+                logger.warning("%s: %d %s (%s)", self.path, number, problem, printable(name_of(file)))
 
     def _scan(self, partition: Partition) -> Iterator[Record | Rejected]:
         yield from self.map(self._record, partition.items)

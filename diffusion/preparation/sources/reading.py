@@ -27,8 +27,11 @@ _LOCAL_BUFFER = 2**20
 _DESCRIPTORS = "/proc/self/fd"
 _OF_THE_FILE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.EINVAL)
 _NO_FILE = "a pipe, a socket or a device, no file"
-LEADS_OUT = "the table's path leads out of its folder"
-_LINK_LEADS_OUT = "a link that leads out of the source's folder, which is not followed"
+LEADS_OUT = "the table's path leads out of its folder; write it relative to the table"
+_LINK_LEADS_OUT = (
+    "a link that leads out of the source's folder, which is not followed; copy the files, as cp -rL does (of the hub's "
+    "cache, download with --local-dir)"
+)
 
 
 class UnfitFileError(Exception):

@@ -281,6 +281,31 @@ class TestFolder:
             (tmp_path / name).write_bytes(content)
         assert reasons(read(tmp_path)) == [["one"], ["two"]]
 
+    @pytest.mark.parametrize(
+        ("name", "content", "message"),
+        [
+            ("0.caption", "one", "name it as the image"),
+            ("0.png.txt", "one", "name it as the image"),
+            ("captions.jsonl", '{"file_name": "0.png", "text": "one"}', "a table is named metadata.jsonl"),
+            ("metadata.tsv", "file_name\ttext\n0.png\tone\n", "a table is named metadata.jsonl"),
+            ("metadata.jsonl", '{"file_name": "sub\\\\1.png", "text": "one"}', "write them as the files are named"),
+            ("metadata.jsonl", '{"file_name": "e\\u0301.png", "text": "one"}', "write them as the files are named"),
+        ],
+    )
+    def test_files_that_look_like_captions_and_are_not_read_are_named(self, tmp_path, caplog, name, content, message):
+        (tmp_path / "sub").mkdir()
+        for image in ("0.png", "sub/1.png", "\u00e9.png"):
+            (tmp_path / image).write_bytes(IMAGE)
+        (tmp_path / name).write_text(content)
+        assert "missing_caption" in reasons(read(tmp_path))
+        assert message in caplog.text
+        caplog.clear()
+        for image in ("0.txt", "sub/1.txt", "\u00e9.txt"):
+            (tmp_path / image).write_text("own")
+        if not name.startswith("metadata.jsonl"):
+            read(tmp_path)
+            assert message not in caplog.text
+
     def test_links_that_lead_out_are_not_followed(self, tmp_path, caplog):
         write_folder(tmp_path / "elsewhere", 2)
         write_folder(tmp_path / "set", 1)
