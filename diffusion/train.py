@@ -121,8 +121,8 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
     agree(lambda: record_config(folder, config, overwrite=False))
     with (
         leased(folder) as lease,
-        leased_checkpoints(config.trainer.checkpoint_folder, timeout=config.trainer.store_timeout),
         Heartbeat(heartbeat_folder(config, folder), lease) as heartbeat,
+        leased_checkpoints(config.trainer.checkpoint_folder, timeout=config.trainer.store_timeout),
     ):
         check_machines(config, device)
         files = read_stream_files(config)

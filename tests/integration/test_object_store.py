@@ -291,7 +291,7 @@ def test_what_is_wrong_with_a_bucket_is_said_at_the_start(server, s3_server, tmp
     run = tmp_path / "run"
     job = server.run(1, [options(run, "fsdp", "s3://none/runs")])
     assert job.codes == [2], job.output[-3000:]
-    assert "s3://none/runs/.access: there is no such bucket" in job.output
+    assert "s3://none/runs/lease.json: there is no such bucket" in job.output
     server.train(1, [options(run, "fsdp", None, "trainer.max_duration=2ba", "algorithms.ema=null")])
     job = server.run(1, [options(run, "fsdp", url)])
     assert job.codes == [2], job.output[-3000:]
