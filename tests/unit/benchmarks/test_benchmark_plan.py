@@ -20,7 +20,7 @@ def test_rows_for_a_gpu_have_valid_configurations():
         assert 0 < row.seconds < 570
         if "overrides" in row.parameters:
             run = {key: row.parameters[key] for key in ("architecture", "resolution", "batch_size", "overrides")}
-            check(run_config(**run, num_steps=10), world_size=1, side_factor=8)
+            check(run_config(**run, num_steps=10), world_size=1, side_factor=8, may_be_random=True)
 
 
 def test_a_machine_is_described_before_the_fork_of_rows_without_cuda(monkeypatch):
