@@ -398,9 +398,12 @@ def test_the_report_of_a_run_that_was_stopped_before_it(tmp_path):
 def test_a_relative_folder_is_one_place_for_all_workers(tmp_path, monkeypatch):
     write_folder(tmp_path / "set", 4)
     seen = []
-    monkeypatch.setattr(
-        scan, "run", lambda workers, make, tasks: seen.append(make.args[0]) or run(workers, make, tasks)
-    )
+
+    def note(workers, make, tasks, **options):
+        seen.append(make.args[0])
+        return run(workers, make, tasks, **options)
+
+    monkeypatch.setattr(scan, "run", note)
     monkeypatch.chdir(tmp_path)
     prepare(["set"], "out", edges=[16])
     assert seen == [str(tmp_path / "out")]
