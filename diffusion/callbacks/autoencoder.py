@@ -77,7 +77,7 @@ class SaveAutoencoder(Callback):
             log.warning("the VAE is in %s: vae/ beside it has other weights, which runs may name", path)
 
     def _is_in(self, path: Path) -> bool:
-        """Whether a folder holds these weights."""
+        """Return whether a folder holds these weights."""
         own = self.model.vae.state_dict()
         try:
             stored = read_safetensors(path / SAFETENSORS_WEIGHTS_NAME)

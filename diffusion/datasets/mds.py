@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,8 @@ from diffusion.datasets.balanced import Integers
 from diffusion.datasets.manifest import SPLITS, BucketEntry
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.files import PARTIAL, hash_file, new_hash
+
+T = TypeVar("T")
 
 INDEX = "index.json"
 DEFAULT_SHARD_BYTES = 256 * 2**20
@@ -163,24 +165,31 @@ class ShardFiles:
             UnavailableError: the file cannot be read.
             ValueError: it is damaged.
         """
+        return self._repeat(path, lambda: self._read(path, index))
+
+    def read_column(self, path: str, index: int, layout: Layout, column: str) -> Any:
+        """Read one column of a sample, without the bytes of the others; errors as for `read`."""
+        return self._repeat(path, lambda: self._read_column(path, index, layout, column))
+
+    def _repeat(self, path: str, read: Callable[[], T]) -> T:
+        """Read, and after a failure with the file opened again: a stale handle stays stale."""
+
+        def read_anew() -> T:
+            self.forget(path)
+            return read()
+
         try:
-            return self._read(path, index)
+            return read()
         except FileNotFoundError:
             raise
         except OSError:
-            return storage.retry(path, lambda: self._read_anew(path, index))
+            return storage.retry(path, read_anew)
 
     def _read(self, path: str, index: int) -> bytes:
         descriptor, begin, end = self._find(path, index)
         return _exactly(os.pread(descriptor, end - begin, begin), end - begin)
 
-    def _read_anew(self, path: str, index: int) -> bytes:
-        """Open a file again and read: a stale handle stays stale."""
-        self.forget(path)
-        return self._read(path, index)
-
-    def read_column(self, path: str, index: int, layout: Layout, column: str) -> Any:
-        """Read one column of a sample, without the bytes of the others; errors as for `read`."""
+    def _read_column(self, path: str, index: int, layout: Layout, column: str) -> Any:
         descriptor, start, _ = self._find(path, index)
         sizes = struct.Struct(f"<{sum(not size for size in layout.sizes)}I")
         varying = iter(sizes.unpack(_exactly(os.pread(descriptor, sizes.size, start), sizes.size)))

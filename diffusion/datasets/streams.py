@@ -159,7 +159,7 @@ def find_manifest(source: str, access: Access | None = None, files: Files | None
 
 
 def converts_to_srgb(location: StreamLocation) -> bool:
-    """Whether the images of a stream are converted to sRGB when they are decoded, as its manifest says."""
+    """Return whether a manifest asks for the images of a stream to be converted to sRGB."""
     manifest = find_manifest(location.source, location.access, location.files) or {}
     settings = manifest.get("settings")
     return isinstance(settings, dict) and bool(settings.get("convert_to_srgb"))

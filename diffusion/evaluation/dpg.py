@@ -76,7 +76,7 @@ def _item(rows: Sequence[Mapping[str, str]], where: str) -> Item:
 
 
 def right_answers(questions: Sequence[Question], answers: Sequence[bool]) -> list[bool]:
-    """Whether each question is right: answered with yes, as are those on which it depends."""
+    """Find the questions that are right: answered with yes, as are those on which they depend."""
     right, pending = list(answers), list(range(len(questions)))
     while ready := [one for one in pending if not set(questions[one].parents) & set(pending)]:
         for position in ready:

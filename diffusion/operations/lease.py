@@ -102,7 +102,10 @@ class _FileRecord:
         if previous is not None:
             path.replace(self._path)
             time.sleep(_SETTLING)  # Another process may have replaced it at the same moment.
-        return self.read() == content
+        if self.read() == content:
+            return True
+        os.close(self._descriptor)
+        return False
 
     def renew(self, content: bytes) -> None:
         assert self._descriptor is not None

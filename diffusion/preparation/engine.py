@@ -146,9 +146,8 @@ class _Worker:
             return cloudpickle.dumps((None, RuntimeError(repr(error)), where))
 
 
-def _result(answer: bytes) -> Any:
+def _result(result: Any, error: Exception | None, where: str) -> Any:
     """Return the result in an answer of a worker, or raise its exception."""
-    result, error, where = cloudpickle.loads(answer)
     if isinstance(error, MemoryError):
         raise MachineError(_DIED.format("")) from error
     if error is not None:
@@ -211,22 +210,21 @@ def _run_by_processes(
                 process = processes[busy[connection]]  # pyright: ignore[reportArgumentType]
                 try:
                     answer = process.connection.recv_bytes()
-                    is_dead = False
                 except (EOFError, ConnectionError):
-                    answer, is_dead = cloudpickle.dumps((None, MemoryError(), "")), True
+                    answer = None
+                result, error, where = (None, MemoryError(), "") if answer is None else cloudpickle.loads(answer)
                 task = process.tasks.popleft()
-                _, error, _ = cloudpickle.loads(answer)
                 if isinstance(error, MemoryError):
                     if on_death is None:
                         raise death_error(cloudpickle.loads(task), describe) from error
                     suspects.append(cloudpickle.dumps(on_death(cloudpickle.loads(task))))
-                if is_dead:
+                if answer is None:  # It is dead.
                     process.end()
                     waiting = itertools.chain(process.tasks, waiting)
                     process = processes[busy[connection]] = _Process(pickled, process.gpus)  # pyright: ignore[reportArgumentType]
                 process.give(waiting, _WAITING - len(process.tasks))
                 if not isinstance(error, MemoryError):
-                    yield _result(answer)
+                    yield _result(result, error, where)
     finally:
         for process in processes:
             process.end()
@@ -311,7 +309,8 @@ def _run_by_ray(
         )
     try:
         for block in answers.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
-            yield from map(_result, block["answer"].to_pylist())
+            for answer in block["answer"].to_pylist():
+                yield _result(*cloudpickle.loads(answer))
     except ray.exceptions.RayError as error:
         raise MachineError(f"{_DIED.format('')} (Ray: {type(error).__name__})") from error
 

@@ -78,7 +78,7 @@ def is_truncated(data: bytes, rgb: Image.Image) -> bool:
 
     It has no end-of-image marker after its last scan, or the decoder filled one of its sides (the lower one, before it
     was turned) with the grey of missing data: at least `_MIN_GREY` of the image, and the rest of the row of blocks in
-    which the data ends, which tells it from a background of that grey.
+    which the data ends, unlike a background of that grey.
     """
     if data[:3] != b"\xff\xd8\xff":
         return False

@@ -168,9 +168,8 @@ def scan_sources(
     except OutdatedError:
         if not overwrite:
             raise
-        listed = [
-            source.partitions().checked() for source in sources
-        ]  # Their mistakes are found before anything is removed.
+        # Mistakes in the sources are found before anything is removed.
+        listed = [source.partitions().checked() for source in sources]
         clear(config.out)
         scan = _add_partitions(config, Scan(sources, [], settings), workers, listed)
     if not scan.partitions:

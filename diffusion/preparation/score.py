@@ -59,7 +59,7 @@ BATCH_PIXELS = 2**26
 """A batch ends early when it holds this many pixels, 200 MB: memory is bounded whatever the size of images."""
 
 _OF_THE_IMAGE = (ValueError, TypeError, LookupError, ArithmeticError, AssertionError, RuntimeError)
-"""What a plug-in raises on an image that it cannot take; not on a failure of the network or the disk."""
+"""Errors of a plug-in that may be those of one image, unlike a failure of the network or the disk."""
 
 _COLUMNS = ("key", *LOCATION, "xxh128", "captions", "reason")
 

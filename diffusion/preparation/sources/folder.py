@@ -108,7 +108,7 @@ _UNREAD = {
         SELECT e.file FROM (SELECT file FROM entries ANTI JOIN files USING (file)) AS e
             JOIN files f ON nfc_normalize(replace(e.file, '\\', '/')) = nfc_normalize(f.file)""",
 }
-"""What may be a mistake in the names of files, and the query for the files."""
+"""Likely mistakes in the names of files, and the queries for these files."""
 
 _COLUMNS = "items.file, items.size, items.version, captions, metadata, text, json, unreadable, missing_image"
 

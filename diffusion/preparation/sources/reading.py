@@ -188,7 +188,7 @@ def _open_local(path: str, root: str | None) -> BinaryIO:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise UnfitFileError(Reason.UNREADABLE, _NO_FILE)
-        # By the descriptor where the system tells: links may replace parts of the path at any time.
+        # By the descriptor, on Linux: links may replace parts of the path at any time.
         opened = f"{_DESCRIPTORS}/{descriptor}" if os.path.isdir(_DESCRIPTORS) else path  # noqa: PTH112
         if root is not None and is_outside(opened, os.path.realpath(root)):
             raise UnfitFileError(Reason.UNREADABLE, _LINK_LEADS_OUT)
