@@ -5,6 +5,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -185,17 +186,17 @@ def test_the_copy_of_a_gpu_is_in_pinned_memory():
 
 
 def first_batch_seconds(local: Path, start: int | None) -> float:
-    """From nothing to the first batch: at the beginning of an epoch, or at a sample in it."""
+    """CPU seconds from nothing to the first batch: at the beginning of an epoch, or at a sample in it."""
     config = load_config("tests/tools/toy.yaml", [f"data.local={local}", "data.streams=[{name: a}, {name: b}]"]).data
     config.global_batch_size = 32
-    begin = time.perf_counter()
+    begin = time.process_time()
     loader = train_loader(config, seed=17, tokenize=tokenize)
     dataset: Any = loader.dataset
     if start is not None:
         position = dataset.state_dict(num_samples=0, from_beginning=False)
         dataset.load_state_dict(position | {"epoch": 0, "sample_in_epoch": start})
     batch = next(iter(loader))
-    seconds = time.perf_counter() - begin
+    seconds = time.process_time() - begin
     dataset.close()  # Its threads would go on beside the next one.
     assert len(batch["sample"]) == 32
     return seconds
@@ -210,6 +211,6 @@ def test_the_first_batch_after_a_resumption_takes_hardly_longer_than_at_a_cold_s
     for _ in range(12):
         cold.append(first_batch_seconds(local, None))
         resumed.append(first_batch_seconds(local, middle))
-        if len(cold) >= 3 and min(resumed) <= MAX_RATIO * min(cold):
+        if len(cold) >= 3 and median(resumed) <= MAX_RATIO * median(cold):
             break
-    assert min(resumed) <= MAX_RATIO * min(cold), (cold, resumed)
+    assert median(resumed) <= MAX_RATIO * median(cold), (cold, resumed)

@@ -103,9 +103,9 @@ def test_the_order_of_790_million_samples_takes_less_than_2_seconds_and_30_mb():
 
     seconds = []
     for _ in range(3):
-        began = time.perf_counter()
+        began = time.process_time()
         first_batch()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.process_time() - began)
     assert min(seconds) < 2
     tracemalloc.start()
     first_batch()
