@@ -20,13 +20,12 @@ from composer.utils import dist
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from diffusion.callbacks.metrics_file import read_metrics
-from diffusion.callbacks.saving import STALL
 from diffusion.config.loading import load_config
 from diffusion.config.model import Architecture
 from diffusion.config.schema import Config
 from diffusion.config.training import Device, Precision
 from diffusion.datasets.batch import BatchKey
+from diffusion.formats.run_folder import STALL, read_metrics
 from diffusion.models.architectures import ARCHITECTURES
 from diffusion.operations.checks.nodes import synchronize
 from diffusion.train import build_training_model, prepare_frozen, train

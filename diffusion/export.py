@@ -28,6 +28,7 @@ from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import ConfigurationError, DataError, MachineError, error_context, first_line
 from diffusion.evaluation.protocol import Result, table
 from diffusion.files import atomic_path
+from diffusion.formats.run_folder import CHECKPOINTS
 from diffusion.loading import OTHER_PATHS, Trained, read_trained
 from diffusion.models.architectures import ARCHITECTURES, build_network
 from diffusion.models.ldm_layout import single_file, unet_names
@@ -357,7 +358,7 @@ def _data(config: Config, prepared: Path | None) -> str:
 def _evaluations(trained: Trained) -> str:
     """Write a table for each evaluation of these weights, with the protocols of its numbers."""
     checkpoint = trained.path.resolve()
-    is_in_run = checkpoint.parent.name == "checkpoints"
+    is_in_run = checkpoint.parent.name == CHECKPOINTS
     run = checkpoint.parent.parent if is_in_run else Path(trained.config.output_folder).expanduser().resolve()
     by_folder: dict[Path, list[Result]] = {}
     for file in find_results(run.parent):

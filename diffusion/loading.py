@@ -17,6 +17,7 @@ from diffusion.config.model import InitFromConfig
 from diffusion.config.schema import Config, Task
 from diffusion.ema.posthoc import AVERAGE_SUFFIX
 from diffusion.errors import ConfigurationError, UserError, error_context
+from diffusion.formats.run_folder import CONFIG
 from diffusion.models.build import build_model, load_weights
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.ldm_layout import read_single_file
@@ -225,7 +226,7 @@ def _without_lora(weights: dict[str, Tensor], config: Config) -> dict[str, Tenso
 
 def _config_beside(file: Path) -> Path:
     """Find the configuration beside a file, or one folder above."""
-    found = [folder / "config.yaml" for folder in (file.parent, file.parent.parent)]
+    found = [folder / CONFIG for folder in (file.parent, file.parent.parent)]
     if (path := next((path for path in found if path.is_file()), None)) is None:
         raise ConfigurationError(f"{file}: there is no config.yaml beside it or one folder above: copy the run's there")
     return path

@@ -22,11 +22,10 @@ from typing import Any
 
 import pandas as pd
 
-from diffusion.callbacks.metrics_file import TRAIN_LOSS
-from diffusion.checkpointing.resume import FINISHED
 from diffusion.config.loading import load_config, read_yaml, to_yaml
 from diffusion.errors import ConfigurationError
 from diffusion.files import open_lock
+from diffusion.formats.run_folder import FINISHED, TRAIN_LOSS, is_run
 from diffusion.operations.supervisor import split_command
 from diffusion.reports.run import read_run
 
@@ -213,7 +212,7 @@ def result_table(points: Sequence[Point], metric: Mapping[str, str], failed: Map
     for point in points:
         values = {key: json.dumps(value) if isinstance(value, dict) else value for key, value in point.values.items()}
         rows.append({"point": point.name, "status": "not begun", **values})
-        if (point.folder / "config.yaml").is_file():
+        if is_run(point.folder):
             run = read_run(point.folder)
             rows[-1] |= {"status": run.status, "gpu_hours": run.gpu_hours}
             if curve := run.curve(name):

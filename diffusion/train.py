@@ -61,6 +61,7 @@ from diffusion.datasets.streams import Files
 from diffusion.distributed import agree, on_first_rank
 from diffusion.errors import ConfigurationError, MachineError, PreemptedError, error_context
 from diffusion.files import write_atomically
+from diffusion.formats.run_folder import CONFIG
 from diffusion.loading import check_objective, read_initial
 from diffusion.models import fast
 from diffusion.models.architectures import ARCHITECTURES, build_vae, side_factor, with_seed
@@ -92,9 +93,6 @@ from diffusion.trainer import HostTrainer
 log = logging.getLogger(__name__)
 
 AUTOCAST_DTYPES = {Precision.amp_bf16: torch.bfloat16, Precision.amp_fp16: torch.float16}
-
-RUN_CONFIG = "config.yaml"
-"""In the run folder: the resolved configuration of the last start that trained."""
 
 
 def train(config: Config, build: Callable[[Config, Device], ComposerModel] | None = None) -> Trainer:
@@ -208,8 +206,8 @@ def record_config(folder: Path, config: Config, *, overwrite: bool = True) -> No
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if overwrite or not (folder / RUN_CONFIG).exists():
-            write_atomically(folder / RUN_CONFIG, to_public_yaml(config))
+        if overwrite or not (folder / CONFIG).exists():
+            write_atomically(folder / CONFIG, to_public_yaml(config))
     except OSError as error:
         raise MachineError(f"output_folder={folder} cannot be written: {error.strerror}. Choose another one") from error
 

@@ -33,10 +33,11 @@ def main() -> None:
     options = parse_arguments()
     from diffusion.checkpointing.find import resolve_checkpoint
     from diffusion.checkpointing.read import read_position
-    from diffusion.datasets.bad_images import FILE, read_bad_images
+    from diffusion.datasets.bad_images import read_bad_images
     from diffusion.datasets.provenance import apply_substitutes, build_order, exposures, find_folders, times_seen
     from diffusion.datasets.sample_order import describe_changes
     from diffusion.errors import DataError
+    from diffusion.formats.run_folder import BAD_IMAGES
     from diffusion.loading import load_config_of
 
     checkpoint = resolve_checkpoint(options.checkpoint)
@@ -48,7 +49,7 @@ def main() -> None:
         raise DataError(f"this is not the data that the run has seen: {'; '.join(changes)}. Name that with --data")
     counts = times_seen(order, num_steps)
     runs = (checkpoint.parent.parent, Path(config.output_folder).expanduser())  # Of a run in a store: the second.
-    bad = next((found for run in runs if (found := read_bad_images(run / FILE))), [])
+    bad = next((found for run in runs if (found := read_bad_images(run / BAD_IMAGES))), [])
     apply_substitutes(config, folders, counts, bad)
     by_source: Counter[str] = Counter()
     by_licence: Counter[str] = Counter()

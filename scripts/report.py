@@ -25,11 +25,12 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Read and write."""
     options = parse_arguments()
+    from diffusion.formats.run_folder import REPORT
     from diffusion.reports.run import read_phases
     from diffusion.reports.run_page import write_report
 
     folders = [options.run, *options.phases]
-    out = options.out or folders[-1] / "report.html"
+    out = options.out or folders[-1] / REPORT
     out.parent.mkdir(parents=True, exist_ok=True)
     write_report(read_phases(folders), out, options.evaluations)
     print(f"wrote {out}")

@@ -54,8 +54,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def show_list(folders: list[Path]) -> None:
     """Print a line for each run."""
+    from diffusion.formats.run_folder import find_runs
     from diffusion.operations.costs import read_costs, total
-    from diffusion.operations.runs import find_runs, read_status
+    from diffusion.operations.runs import read_status
     from diffusion.reports.tables import text_table
 
     rows = [("run", "status", "step", "starts", "GPU-hours", "dollars")]
@@ -80,9 +81,10 @@ def show(run: Path) -> None:
 
 def stop(run: Path) -> None:
     """Stop a run after a save."""
+    from diffusion.formats.run_folder import read_config
     from diffusion.operations import runs
 
-    pids = runs.stop(run, runs.read_config(run))
+    pids = runs.stop(run, read_config(run))
     print(f"SIGTERM to {', '.join(map(str, pids))}: the run saves first; `list` shows its end")
 
 
@@ -106,9 +108,10 @@ def resume(run: Path, overrides: list[str]) -> None:
 def show_costs(run: Path, **prices: float | None) -> None:
     """Print what a run has cost, what it will have cost at its last step, and whether its budget suffices."""
     from diffusion.config.checks import num_batches
+    from diffusion.formats.run_folder import read_config
     from diffusion.operations.costs import project, read_costs
     from diffusion.operations.inventory import expense_rows, expenses, stored_bytes
-    from diffusion.operations.runs import read_config, read_status
+    from diffusion.operations.runs import read_status
     from diffusion.reports.tables import text_table
 
     config, starts = read_config(run), read_costs(run)
@@ -128,8 +131,8 @@ def show_costs(run: Path, **prices: float | None) -> None:
 def show_inventory(roots: list[str], folders: list[Path], storage_price: float | None) -> None:
     """Print what is stored below roots, and which runs and evaluations use it."""
     from diffusion.evaluation.protocol import Result
+    from diffusion.formats.run_folder import find_runs, read_config
     from diffusion.operations.inventory import assign_users, find_items, inventory_rows, locations_of_model, read_uses
-    from diffusion.operations.runs import find_runs, read_config
     from diffusion.reports.run import find_results
     from diffusion.reports.tables import text_table
 
@@ -149,15 +152,8 @@ def show_inventory(roots: list[str], folders: list[Path], storage_price: float |
 def prune(folders: list[Path], keep: int | None, *, is_confirmed: bool) -> None:
     """Remove checkpoints that no run needs."""
     from diffusion.config.fields import size_text
-    from diffusion.operations.runs import (
-        beginning_of,
-        begins_with,
-        find_runs,
-        find_superseded,
-        num_bytes,
-        read_config,
-        remove,
-    )
+    from diffusion.formats.run_folder import find_runs, read_config
+    from diffusion.operations.pruning import find_superseded, initial_checkpoint, may_be, num_bytes, remove
 
     configs = {}
     for run in find_runs(folders):
@@ -165,12 +161,12 @@ def prune(folders: list[Path], keep: int | None, *, is_confirmed: bool) -> None:
             configs[run] = read_config(run)
         except UserError as error:
             print(f"{run}  is skipped: {error}")
-    beginnings = {beginning_of(run, config) for run, config in configs.items()}
+    beginnings = {initial_checkpoint(run, config) for run, config in configs.items()}
     num_removed = size = 0
     for run, config in configs.items():
         try:
             for checkpoint in find_superseded(run, config, keep):
-                if any(begins_with(one, str(checkpoint)) for one in beginnings):
+                if any(may_be(one, str(checkpoint)) for one in beginnings):
                     print(f"{checkpoint}  stays: another run began with it")
                     continue
                 print(checkpoint)

@@ -13,11 +13,11 @@ import psutil
 import torch
 
 from demo.shapes import write_data_set
-from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.read import read_weights
 from diffusion.config.model import Architecture, ModelConfig, Weights
 from diffusion.distributed import num_cores
+from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 from diffusion.models import load_frozen_parts
 from diffusion.preparation.config import BucketsConfig, PrepareConfig, ScorerConfig
 from diffusion.preparation.encoding.encode import encode

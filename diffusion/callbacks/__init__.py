@@ -32,6 +32,7 @@ from diffusion.config.training import Device, Parallelism
 from diffusion.datasets.dataset import TextImageDataset, TrainingDataset
 from diffusion.distributed import num_cores
 from diffusion.ema.callbacks import LateStartEMA, build_averages
+from diffusion.formats.run_folder import METRICS, SAMPLES, TENSORBOARD
 from diffusion.models import fast
 from diffusion.models.autoencoder import AutoencoderTraining
 from diffusion.models.latent_diffusion import LatentDiffusion
@@ -48,12 +49,12 @@ def build_loggers(config: Config, folder: Path) -> list[LoggerDestination]:
         ConfigurationError: a plug-in cannot be imported or built.
     """
     settings, endpoint = config.loggers, config.loggers.prometheus
-    metrics = MetricsFile(folder / "metrics.jsonl") if settings.file else None
+    metrics = MetricsFile(folder / METRICS) if settings.file else None
     loggers = [
         metrics,
         # After the metrics file, which knows what earlier starts have logged.
         StartsFile(folder, metrics),
-        TensorBoardLogger(folder / "tensorboard") if settings.tensorboard else None,
+        TensorBoardLogger(folder / TENSORBOARD) if settings.tensorboard else None,
         WandB(folder, config) if settings.wandb is not None else None,
         None if endpoint is None else PrometheusLogger(endpoint, folder, heartbeat_folder(config, folder)),
         ProgressLines() if config.trainer.progress_bar and not shows_progress_bar(config) else None,
@@ -138,7 +139,7 @@ def _build_task_callbacks(
         callbacks.append(AccumulateLocally())
     if config.plugins.train_dataset is None and len(streams) > 1:
         callbacks.append(StreamLosses(model, [one.name for one in streams], config.loggers.stream_loss_interval))
-    return [*callbacks, SampleGrids(model, config.samples, folder / "samples", ema)]
+    return [*callbacks, SampleGrids(model, config.samples, folder / SAMPLES, ema)]
 
 
 def _build_utilisation(config: Config, dataset: Any) -> Utilisation:

@@ -20,6 +20,7 @@ from diffusion.datasets.loader import validation_dataset
 from diffusion.ema.callbacks import LateStartEMA
 from diffusion.errors import DataError
 from diffusion.files import atomic_path
+from diffusion.formats.run_folder import RECONSTRUCTIONS, VAE
 from diffusion.models.autoencoder import AutoencoderTraining, latent_statistics, save_autoencoder, to_pixels
 from diffusion.models.pretrained import read_safetensors
 from diffusion.models.sampling import image_grid, to_pil
@@ -67,13 +68,13 @@ class SaveAutoencoder(Callback):
         dist.barrier()
 
     def _write(self, mean: list[float], std: list[float], step: int) -> None:
-        names = chain(["vae", f"vae-ba{step}"], (f"vae-ba{step}-{number}" for number in count(2)))
+        names = chain([VAE, f"{VAE}-ba{step}"], (f"{VAE}-ba{step}-{number}" for number in count(2)))
         path = next(path for path in map(self.folder.joinpath, names) if not path.exists() or self._is_in(path))
         if path.exists():
             return
         with atomic_path(path) as partial:
             save_autoencoder(self.model.vae, mean, std, partial)
-        if path.name != "vae":
+        if path.name != VAE:
             log.warning("the VAE is in %s: vae/ beside it has other weights, which runs may name", path)
 
     def _is_in(self, path: Path) -> bool:
@@ -91,7 +92,7 @@ class SaveAutoencoder(Callback):
         latents = self.model.vae.encode(pixels).latent_dist.mean  # pyright: ignore[reportAttributeAccessIssue]
         decoded = self.model.vae.decode(latents, return_dict=False)[0]
         both = torch.cat([pixels, decoded]).clamp(-1, 1) / 2 + 0.5
-        image_grid(to_pil(both), len(images)).save(self.folder / "reconstructions.png")
+        image_grid(to_pil(both), len(images)).save(self.folder / RECONSTRUCTIONS)
 
 
 def statistics_images(config: Config) -> Iterator[Tensor]:

@@ -12,19 +12,23 @@ from typing import Any
 from composer import Callback, Logger, State
 from composer.utils import dist
 
-from diffusion.callbacks.metrics_file import TRAIN_LOSS
-from diffusion.checkpointing.roll_back import Rollback, decide, is_wrong, read_rollbacks, request_rollback
+from diffusion.checkpointing.roll_back import decide, is_wrong
 from diffusion.config.operations import GuardConfig
-from diffusion.datasets.bad_images import FILE, BadImage, check_bad_images, read_bad_images
+from diffusion.datasets.bad_images import BadImage, check_bad_images, read_bad_images
 from diffusion.datasets.dataset import TextImageDataset, TrainingDataset
 from diffusion.distributed import agree, on_first_rank
 from diffusion.errors import PreemptedError
 from diffusion.files import append_json_lines
+from diffusion.formats.run_folder import (
+    BAD_IMAGES,
+    TRAIN_LOSS,
+    WRONG_LOSSES,
+    Rollback,
+    read_rollbacks,
+    request_rollback,
+)
 
 log = logging.getLogger(__name__)
-
-SAMPLES = "wrong_losses.jsonl"
-"""In the run folder: the samples of the steps whose loss was wrong."""
 
 SKIPPED = "guard/skipped"
 """Metric: 1 for a step whose update was skipped."""
@@ -94,8 +98,8 @@ class LossGuard(Callback):
                 {"step": step, "loss": f"{loss:g}", "stream": stream, "index": index, "shard": shard}
                 for stream, index, shard in dataset.samples_of_step(step)
             ]
-            append_json_lines(self.run / SAMPLES, rows)
-            log.warning("the loss of step %d is %g; its samples are listed in %s", step, loss, self.run / SAMPLES)
+            append_json_lines(self.run / WRONG_LOSSES, rows)
+            log.warning("the loss of step %d is %g; its samples are listed in %s", step, loss, self.run / WRONG_LOSSES)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the skipped steps and the losses that later ones are compared with, as text."""
@@ -122,7 +126,7 @@ class BadImageGuard(Callback):
     """
 
     def __init__(self, folder: Path, interval: int, dataset: TextImageDataset) -> None:
-        self.path, self.interval, self.dataset = folder / FILE, interval, dataset
+        self.path, self.interval, self.dataset = folder / BAD_IMAGES, interval, dataset
         self._listed: set[tuple[str, int]] | None = None
         """Stream and index of each image in the file; None until it is needed."""
 

@@ -19,12 +19,12 @@ from composer import Logger, State
 from composer.loggers import LoggerDestination, WandBLogger
 from composer.utils import dist
 
-from diffusion.callbacks.metrics_file import TRAIN_LOSS
 from diffusion.config.loading import to_dict
 from diffusion.config.schema import Config
 from diffusion.config.secrets import redact, redact_arguments
 from diffusion.distributed import agree
 from diffusion.errors import MachineError
+from diffusion.formats.run_folder import TRAIN_LOSS
 
 log = logging.getLogger(__name__)
 

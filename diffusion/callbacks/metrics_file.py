@@ -2,7 +2,6 @@
 
 import datetime
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,9 @@ from composer import Logger, State
 from composer.loggers import LoggerDestination
 from composer.utils import dist
 
-from diffusion.checkpointing.resume import PREEMPTED
-from diffusion.files import append_json_lines, atomic_path
+from diffusion.files import append_json_lines, atomic_path, read_json_lines
+from diffusion.formats.run_folder import STARTS, preemption_signal
 from diffusion.launch import package_versions
-
-TRAIN_LOSS = "loss/train/total"
-
-STARTS = "starts.jsonl"
-"""In the run folder: one row when training starts or resumes, and one when it ends otherwise than by SIGKILL."""
 
 
 class MetricsFile(LoggerDestination):
@@ -50,7 +44,7 @@ class MetricsFile(LoggerDestination):
         self.row = self._loaded
         written = self.path.stat().st_mtime if self.path.is_file() else 0.0
         with atomic_path(self.path) as partial, partial.open("w", encoding="utf-8") as file:
-            for row in _rows(self.path):
+            for row in filter(None, read_json_lines(self.path)):  # The last line may be cut off.
                 self.reached = row["step"], datetime.datetime.fromtimestamp(written, datetime.UTC)
                 if row["step"] < self._step:
                     file.write(json.dumps(row) + "\n")
@@ -88,28 +82,6 @@ class MetricsFile(LoggerDestination):
         self.flush()
 
 
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Read the rows of a metrics file in order, without a last line that was cut off."""
-    return list(_rows(path))
-
-
-def _rows(path: Path) -> Iterator[dict[str, float]]:
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                return
-
-
-def series(rows: list[dict[str, float]], name: str) -> tuple[list[float], list[float]]:
-    """Return the steps and values of one metric."""
-    pairs = [(row["step"], row[name]) for row in rows if name in row]
-    return [step for step, _ in pairs], [value for _, value in pairs]
-
-
 class StartsFile(LoggerDestination):
     """Write JSON lines on rank 0, `{"event": "start", "step": 5, ...}` and `{"event": "end", "step": 9, ...}`.
 
@@ -121,7 +93,7 @@ class StartsFile(LoggerDestination):
     """
 
     def __init__(self, folder: Path, metrics: MetricsFile | None) -> None:
-        self.path, self.marker, self.metrics = folder / STARTS, folder / PREEMPTED, metrics
+        self.folder, self.metrics = folder, metrics
         self._is_running = False
 
     def fit_start(self, state: State, logger: Logger) -> None:
@@ -150,15 +122,15 @@ class StartsFile(LoggerDestination):
         self._is_running = False
         now = _text(datetime.datetime.now(datetime.UTC))
         row: dict[str, Any] = {"event": "end", "time": now, "step": state.timestamp.batch.value}
-        if self.marker.is_file():
-            row["signal"] = json.loads(self.marker.read_text(encoding="utf-8")).get("signal")
+        if signal := preemption_signal(self.folder):
+            row["signal"] = signal
         elif state.max_duration is not None and state.timestamp >= state.max_duration:
             row["is_finished"] = True
         self._append(row)
 
     def _append(self, row: dict[str, Any]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        append_json_lines(self.path, [row])
+        self.folder.mkdir(parents=True, exist_ok=True)
+        append_json_lines(self.folder / STARTS, [row])
 
 
 def _text(time: datetime.datetime) -> str:

@@ -24,11 +24,11 @@ from diffusion.config.operations import OperationsConfig
 from diffusion.datasets.cache import TierCounts, TierMeter
 from diffusion.distributed import USER_ERROR_EXIT_CODE, broadcast, rank
 from diffusion.errors import MachineError, UserError
+from diffusion.formats.run_folder import BUDGET
 from diffusion.launch import exit_code
 from diffusion.operations import timeouts
 from diffusion.operations.checks.gpu import GpuMeter
 from diffusion.operations.costs import (
-    BUDGET,
     BudgetSpentError,
     CostsFile,
     Kind,

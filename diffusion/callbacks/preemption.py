@@ -17,9 +17,9 @@ from composer.utils import dist
 
 from diffusion.callbacks.monitoring import CostMeter
 from diffusion.callbacks.saving import SaveCheckpoints
-from diffusion.checkpointing.resume import PREEMPTED
 from diffusion.errors import PreemptedError
 from diffusion.files import write_json
+from diffusion.formats.run_folder import PREEMPTED
 from diffusion.trainer import HostNumber
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

@@ -9,9 +9,9 @@ from composer import Logger, State
 from composer.loggers import LoggerDestination
 from composer.utils import dist
 
-from diffusion.callbacks.metrics_file import TRAIN_LOSS
 from diffusion.config.operations import PrometheusConfig
 from diffusion.distributed import agree
+from diffusion.formats.run_folder import TRAIN_LOSS
 from diffusion.operations import metrics as names
 from diffusion.operations.metrics import read_run_metrics, served
 

@@ -22,11 +22,9 @@ from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.checkpointing.save import HostCopy, write_file, write_sharded
 from diffusion.distributed import LONG_TIMEOUT, agree
 from diffusion.errors import MachineError, UserError
+from diffusion.formats.run_folder import STALL
 
 log = logging.getLogger(__name__)
-
-STALL = "time/checkpoint_stall"
-"""Metric: seconds for which a step waited for a checkpoint."""
 
 
 class RunRecord(Callback):

@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import yaml
-
 from diffusion.checkpointing.layout import INDEX, batch_of, is_half_written, list_checkpoints, remove_copy
 from diffusion.checkpointing.read import UnsafeCheckpointError, check_bytes, check_safe, read_index, stored_files
 from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoints
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.formats.run_folder import CHECKPOINTS, checkpoint_folder
 from diffusion.storage import is_url
 
 log = logging.getLogger(__name__)
@@ -127,20 +126,11 @@ def resolve_checkpoint(location: str) -> Path:
         if damage := find_damage(path):
             raise ConfigurationError(f"checkpoint {path} is not whole ({damage}): choose another one")
         return path
-    for folder in (Path(elsewhere).expanduser(),) if elsewhere else (path, path / "checkpoints"):
+    for folder in (Path(elsewhere).expanduser(),) if elsewhere else (path, path / CHECKPOINTS):
         if found := newest_that_passes(list_checkpoints(folder), check_whole):
             return found
     problem = "holds no complete checkpoint" if path.exists() else "does not exist"
     raise ConfigurationError(f"{path} {problem}: give a checkpoint, a run's folder, or its `checkpoints` folder")
-
-
-def checkpoint_folder(run: Path) -> str | None:
-    """The folder or URI of a run's checkpoints, if it is not in the run's folder."""
-    path = run / "config.yaml"
-    if not path.is_file():
-        return None
-    settings = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("trainer") or {}
-    return settings.get("checkpoint_folder")
 
 
 def _download(uri: str) -> Path:

@@ -27,15 +27,10 @@ from diffusion.config.training import Parallelism
 from diffusion.distributed import agree, local_rank, on_first_rank, rank
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.files import write_json
+from diffusion.formats.run_folder import CHECKPOINTS, DOWNLOADS, FINISHED, UPLOADS, finished_step
 from diffusion.storage import is_url
 
 log = logging.getLogger(__name__)
-
-FINISHED = "finished.json"
-"""In the run folder: the step at which the run ended, written when everything after it is done."""
-
-PREEMPTED = "preempted.json"
-"""In the run folder: the run was interrupted by a signal and resumes when it is started again."""
 
 
 @dataclass(frozen=True)
@@ -57,18 +52,18 @@ class CheckpointStorage:
     @property
     def downloads(self) -> Path:
         """Downloads of this node."""
-        return self.run / "downloads" / f"node-{dist.get_node_rank()}"
+        return self.run / DOWNLOADS / f"node-{dist.get_node_rank()}"
 
 
 def checkpoint_storage(config: Config, run: Path) -> CheckpointStorage:
     """The storage that `trainer.checkpoint_folder` names, of a run in the folder `run`."""
     location = config.trainer.checkpoint_folder
     if location is None:
-        return CheckpointStorage(run, run / "checkpoints", None)
+        return CheckpointStorage(run, run / CHECKPOINTS, None)
     if not is_url(location):
         return CheckpointStorage(run, Path(location).expanduser(), None)
     remote = RemoteCheckpoints(location, timeout=config.trainer.store_timeout)
-    return CheckpointStorage(run, run / "uploads", remote)
+    return CheckpointStorage(run, run / UPLOADS, remote)
 
 
 # The checkpoint
@@ -203,7 +198,7 @@ def _download_newest(config: Config, storage: CheckpointStorage, remote: RemoteC
         _check_resumable(config, storage.downloads / newest.name, str(newest))
     elif present:
         raise _none_is_whole(remote.uri)
-    elif list_checkpoints(storage.run / "checkpoints"):
+    elif list_checkpoints(storage.run / CHECKPOINTS):
         raise ConfigurationError(
             f"trainer.checkpoint_folder={remote.uri} holds no checkpoint, but {storage.run / 'checkpoints'} "
             "does, and the run would begin anew. Copy them there, or set trainer.checkpoint_folder=null"
@@ -361,7 +356,7 @@ def finish(trainer: Trainer) -> None:
 
 def is_finished(run: Path, step: int) -> bool:
     """Whether nothing is left to do after a step, as rank 0 sees it. To be called by all ranks."""
-    return on_first_rank(lambda: _finished_step(run) == step, takes_long=True)
+    return on_first_rank(lambda: finished_step(run) == step, takes_long=True)
 
 
 def mark_finished(run: Path, step: int) -> None:
@@ -376,10 +371,3 @@ def mark_finished(run: Path, step: int) -> None:
         write_json(run / FINISHED, {"step": step})
     except OSError as error:
         raise MachineError(f"{run / FINISHED} cannot be written: {error.strerror}") from error
-
-
-def _finished_step(run: Path) -> int | None:
-    try:
-        return int(json.loads((run / FINISHED).read_text(encoding="utf-8"))["step"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

@@ -9,15 +9,14 @@ import logging
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from diffusion.checkpointing.layout import batch_of, list_checkpoints, remove_checkpoint
 from diffusion.config.operations import GuardConfig
 from diffusion.distributed import agree, local_rank, on_first_rank, rank
-from diffusion.errors import DataError, MachineError, UserError
-from diffusion.files import append_json_lines, read_json, read_json_lines, write_json
+from diffusion.errors import MachineError, UserError
+from diffusion.formats.run_folder import Rollback, read_request, record_rollback
 
 if TYPE_CHECKING:  # A supervisor reads requests without torch and Composer.
     from diffusion.checkpointing.remote import RemoteCheckpoints
@@ -25,35 +24,11 @@ if TYPE_CHECKING:  # A supervisor reads requests without torch and Composer.
 
 log = logging.getLogger(__name__)
 
-RECORD = "rollbacks.jsonl"
-"""In the run folder: a row for each rollback."""
-
-REQUEST = "rollback.json"
-"""In the run folder: the rollback that the next start carries out."""
-
 
 class DivergenceError(UserError):
     """The loss is not finite or too high, and a rollback does not help."""
 
     is_lasting = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rollback:
-    """A return to an earlier checkpoint."""
-
-    step: int
-    """The step of the wrong loss, from 0."""
-
-    loss: str
-    limit: int
-    """Checkpoints of more steps are removed."""
-
-    skipped: tuple[int, ...] = ()
-    """Steps whose updates are skipped from now on."""
-
-    time: float
-    """Seconds since 1970."""
 
 
 # The decision
@@ -95,37 +70,6 @@ def decide(step: int, loss: float, record: Sequence[Rollback], guard: GuardConfi
 
 
 # Request and record
-
-
-def request_rollback(run: Path, rollback: Rollback) -> None:
-    """Let the next start of a run roll back."""
-    write_json(run / REQUEST, asdict(rollback))
-
-
-def read_request(run: Path) -> Rollback | None:
-    """Read the rollback that the next start carries out; a DataError if the request is damaged."""
-    path = run / REQUEST
-    return _from_row(read_json(path), path) if path.is_file() else None
-
-
-def read_rollbacks(run: Path) -> list[Rollback]:
-    """Read all rollbacks that a run has carried out; a DataError if a row is none."""
-    path = run / RECORD
-    return [_from_row(row, path) for row in read_json_lines(path) if row is not None]
-
-
-def record_rollback(run: Path, rollback: Rollback) -> None:
-    """Move the request to the record; it is recorded only once, even if an earlier start was interrupted here."""
-    if rollback not in read_rollbacks(run):
-        append_json_lines(run / RECORD, [asdict(rollback)])
-    (run / REQUEST).unlink()
-
-
-def _from_row(fields: Any, path: Path) -> Rollback:
-    try:
-        return Rollback(**{**fields, "skipped": tuple(fields["skipped"])})
-    except (TypeError, KeyError) as error:
-        raise DataError(f"{path} is damaged, it holds no rollback: {error}. Remove it, or restore it") from error
 
 
 # The next start

@@ -13,9 +13,6 @@ from diffusion.files import read_json_lines
 
 logger = logging.getLogger(__name__)
 
-FILE = "bad_images.jsonl"
-"""In the run folder: the images that a run could not decode, each once."""
-
 MAX_BAD_IMAGES = 10
 MAX_BAD_FRACTION = 0.001
 

@@ -31,8 +31,9 @@ from diffusion.ema.averaging import (
     reshard,
     trainable_parameters,
 )
-from diffusion.ema.posthoc import AVERAGE_SUFFIX, STORED, AverageRecord, write_average
+from diffusion.ema.posthoc import AVERAGE_SUFFIX, AverageRecord, write_average
 from diffusion.errors import DataError
+from diffusion.formats.run_folder import AVERAGES
 
 DTYPES = {
     NumberFormat.fp32: torch.float32,
@@ -260,14 +261,14 @@ class AverageSnapshots(Callback):
         if rank() == 0:
             path = write_average(self.folder, record, tensors)
             if self.remote is not None:
-                self.remote.upload_later(path, f"{STORED}/{path.name}")
+                self.remote.upload_later(path, f"{AVERAGES}/{path.name}")
 
     def _upload_missing(self) -> None:
         if self.remote is not None and rank() == 0:
             stored = self.remote.files()
             for path in sorted(self.folder.glob(f"*{AVERAGE_SUFFIX}")):
-                if f"{STORED}/{path.name}" not in stored:
-                    self.remote.upload_later(path, f"{STORED}/{path.name}")
+                if f"{AVERAGES}/{path.name}" not in stored:
+                    self.remote.upload_later(path, f"{AVERAGES}/{path.name}")
 
 
 def build_averages(
@@ -287,6 +288,8 @@ def build_averages(
     callbacks: list[Callback] = [ema]
     if power is not None:
         dtype = DTYPES[power.snapshot_precision]
-        snapshots = AverageSnapshots(ema, folder / STORED, interval=power.snapshot_interval, dtype=dtype, remote=remote)
+        snapshots = AverageSnapshots(
+            ema, folder / AVERAGES, interval=power.snapshot_interval, dtype=dtype, remote=remote
+        )
         callbacks.append(snapshots)
     return ema if config.evaluate else None, callbacks

@@ -30,9 +30,7 @@ from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoints
 from diffusion.ema.averaging import PowerFunction
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.files import atomic_path
-
-STORED, RECONSTRUCTED = "averages", "reconstructed"
-"""Folders of a run."""
+from diffusion.formats.run_folder import AVERAGES, RECONSTRUCTED
 
 AVERAGE_SUFFIX = ".safetensors"
 
@@ -147,7 +145,7 @@ def list_averages(run: Path) -> list[tuple[Path, AverageRecord]]:
         ConfigurationError: there are none.
         DataError: one is damaged.
     """
-    folder = run / STORED
+    folder = run / AVERAGES
     files = sorted(path for path in folder.glob(f"*{AVERAGE_SUFFIX}") if _NAME.fullmatch(path.name))
     if not files:
         raise ConfigurationError(
@@ -187,7 +185,7 @@ def fetch_averages(uri: str, run: Path) -> None:
     """
     remote = RemoteCheckpoints(uri, timeout=READ_TIMEOUT)
     for name, file in remote.files().items():
-        if name.startswith(f"{STORED}/"):
+        if name.startswith(f"{AVERAGES}/"):
             remote.download_file(file, run / name)
 
 

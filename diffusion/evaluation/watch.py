@@ -22,10 +22,9 @@ from typing import Any
 
 from diffusion import storage
 from diffusion.callbacks.loggers import starting_wandb
-from diffusion.checkpointing.find import checkpoint_folder, find_damage
+from diffusion.checkpointing.find import find_damage
 from diffusion.checkpointing.layout import batch_of, is_half_written, list_checkpoints, remove_copy
 from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoints
-from diffusion.checkpointing.resume import FINISHED
 from diffusion.config.checks import num_batches
 from diffusion.config.schema import Config
 from diffusion.config.training import WandbConfig
@@ -36,6 +35,7 @@ from diffusion.evaluation.evaluate import Evaluation, write_table
 from diffusion.evaluation.generate import WeightsError, checkpoint_models
 from diffusion.evaluation.protocol import Result, read_results
 from diffusion.files import read_json, write_json
+from diffusion.formats.run_folder import CHECKPOINTS, METRICS, TENSORBOARD, checkpoint_folder, finished_step
 from diffusion.loading import load_config_of
 from diffusion.operations.lease import Applicant, Lease, held
 from diffusion.operations.metrics import DONE, LEASED, QUEUE, served
@@ -54,9 +54,6 @@ LEASES = "leases"
 
 LOGGERS = "loggers"
 """Name of the lease of TensorBoard and wandb."""
-
-METRICS = "metrics.jsonl"
-"""Numbers of all results, a line per step, in the output folder of a run."""
 
 STEP = "trainer/step"
 """Step axis of the numbers in wandb."""
@@ -237,11 +234,12 @@ class WatchedRun:
     def update(self) -> None:
         """Look for new checkpoints and new entries, of any watcher."""
         run, checkpoints = locate(self.uri)
-        finished = finished_step(run)  # Before the list of checkpoints, which is then complete.
+        # Before the list of checkpoints, which is then complete.
+        finished = finished_step(run) if run is not None else None
         names = list_complete(checkpoints)
         self.entries = read_ledger(self.folder / LEDGER, self.uri, self.entries)
         self.pending = [name for name in names if name not in self.entries]
-        if is_url(self.uri):  # Only a run folder has FINISHED.
+        if is_url(self.uri):  # Only a run folder says when it has ended.
             self.is_finished = any(entry.is_last for entry in self.entries.values())
         else:  # A finished run may have been continued.
             self.is_finished = finished is not None and (not names or step_of(names[-1]) <= finished)
@@ -329,14 +327,8 @@ def locate(uri: str) -> tuple[Path | None, str]:
     if is_url(uri):
         return None, uri
     path = Path(uri).expanduser()
-    run = path.parent if path.name == "checkpoints" else path
-    return run, checkpoint_folder(run) or str(run / "checkpoints")
-
-
-def finished_step(run: Path | None) -> int | None:
-    """Step after which a run was finished, or None."""
-    path = run / FINISHED if run is not None else None
-    return int(read_json(path)["step"]) if path is not None and path.is_file() else None
+    run = path.parent if path.name == CHECKPOINTS else path
+    return run, checkpoint_folder(run) or str(run / CHECKPOINTS)
 
 
 def step_of(name: str) -> int:
@@ -464,8 +456,8 @@ def _open_tensorboard(folder: Path, run: Entry) -> Any:
     """Open an event file in a folder beside that of the run, or in the output folder."""
     from torch.utils.tensorboard.writer import SummaryWriter
 
-    of_run = Path(run.output_folder or "").expanduser() / "tensorboard"
-    parent = of_run if of_run.is_dir() else folder / "tensorboard"
+    of_run = Path(run.output_folder or "").expanduser() / TENSORBOARD
+    parent = of_run if of_run.is_dir() else folder / TENSORBOARD
     return SummaryWriter(str(parent / f"{run.run_name}.evaluation"), purge_step=0)
 
 

@@ -11,13 +11,8 @@ from pathlib import Path
 
 from diffusion.errors import UserError
 from diffusion.files import write_json
+from diffusion.formats.run_folder import BUDGET, COSTS
 from diffusion.reports.tables import text_table
-
-COSTS = "costs.jsonl"
-"""File in the run folder with a row for each start, overwritten at each step."""
-
-BUDGET = "budget.json"
-"""File in the run folder of a run that has ended because its budget is spent."""
 
 _ROW_BYTES = 1024
 

@@ -11,10 +11,8 @@ from typing import Any
 import requests
 
 from diffusion.files import append_json_lines, read_json_lines
+from diffusion.formats.run_folder import EVENTS
 from diffusion.operations import timeouts
-
-EVENTS = "events.jsonl"
-"""File in the run folder with a row for each event."""
 
 log = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ from enum import Enum
 from pathlib import Path
 
 from diffusion.config.schema import Config
+from diffusion.formats.run_folder import HEARTBEATS
 from diffusion.operations.processes import ProcessRecord
 
 RECORD_BYTES = 2048
@@ -95,7 +96,7 @@ class HeartbeatFile:
 def heartbeat_folder(config: Config, run: Path) -> Path:
     """Return the folder of a run's heartbeats; the run folder is given as it is reached from here."""
     folder = config.operations.heartbeat_folder
-    return Path(folder).expanduser() if folder else run / "heartbeats"
+    return Path(folder).expanduser() if folder else run / HEARTBEATS
 
 
 def stacks_file(folder: Path, rank: int) -> Path:

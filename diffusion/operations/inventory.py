@@ -12,7 +12,6 @@ from pathlib import Path, PurePosixPath
 from tqdm import tqdm
 
 from diffusion import storage
-from diffusion.checkpointing.find import checkpoint_folder
 from diffusion.checkpointing.layout import batch_of
 from diffusion.config.fields import size_text
 from diffusion.config.schema import Config
@@ -20,6 +19,7 @@ from diffusion.datasets.cache import LOCKS
 from diffusion.datasets.encoded import ENCODED
 from diffusion.datasets.manifest import MANIFEST, SCAN, WORK, PreparedManifest
 from diffusion.errors import ConfigurationError
+from diffusion.formats.run_folder import CHECKPOINTS, checkpoint_folder, is_run
 from diffusion.operations.costs import StartCosts
 from diffusion.operations.runs import absolute, checkpoints_of
 from diffusion.planning.fleets import DAYS_PER_MONTH, sum_known
@@ -150,11 +150,7 @@ def read_uses(run: Path, config: Config) -> list[str]:
 def locations_of_model(location: str) -> list[str]:
     """The location of a model and, if it is a run folder or a checkpoint named below one, the run's checkpoints."""
     runs = [] if is_url(location) else [Path(location), Path(location).parent]
-    return [location, *(checkpoint_folder(run) or str(run / "checkpoints") for run in runs if _is_run(run))]
-
-
-def _is_run(folder: Path) -> bool:
-    return (folder / "config.yaml").is_file()
+    return [location, *(checkpoint_folder(run) or str(run / CHECKPOINTS) for run in runs if is_run(run))]
 
 
 def assign_users(items: Sequence[Item], uses: Mapping[str, Iterable[str]]) -> None:

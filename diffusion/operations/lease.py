@@ -25,14 +25,12 @@ from diffusion import storage
 from diffusion.distributed import USER_ERROR_EXIT_CODE, agree, broadcast, rank
 from diffusion.errors import MachineError, UserError
 from diffusion.files import unique_partial
+from diffusion.formats.run_folder import LEASE
 from diffusion.operations import timeouts
 from diffusion.operations.processes import ProcessRecord, is_alive
 from diffusion.storage import FIRST_CONTACT, Access, ChangedFileError, MissingFileError
 
 log = logging.getLogger(__name__)
-
-LEASE_FILE = "lease.json"
-"""File in the run folder, and in `trainer.checkpoint_folder`, during a start of the run."""
 
 _RECORD_BYTES = 512
 """Constant size of the file: a renewal needs no space on a full disk."""
@@ -301,7 +299,7 @@ def leased(folder: Path | str, access: Access | None = None) -> Iterator[Lease]:
     Raises:
         MachineError: another start of the run is active, or the folder cannot be written to.
     """
-    path = folder / LEASE_FILE if isinstance(folder, Path) else storage.join(folder, LEASE_FILE)
+    path = folder / LEASE if isinstance(folder, Path) else storage.join(folder, LEASE)
     applicant, lease = Applicant(path, access), None
 
     def acquire() -> None:

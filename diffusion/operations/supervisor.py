@@ -18,11 +18,11 @@ from types import FrameType
 
 import psutil
 
-from diffusion.checkpointing.roll_back import read_request
 from diffusion.config.operations import SupervisionConfig
 from diffusion.distributed import PREEMPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.files import open_lock
+from diffusion.formats.run_folder import SUPERVISED, read_request
 from diffusion.operations import processes, timeouts
 from diffusion.operations.events import EventKind, EventLog
 from diffusion.operations.hang_detection import Condition, HangDetector, collect_stacks
@@ -34,9 +34,6 @@ HANG_EXIT_CODE = 124
 """Exit code of a job that was ended because of a hang."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
-SUPERVISED = "supervised.lock"
-"""File in the run folder, locked while a supervisor or its job runs; holds process, folder and arguments."""
 
 
 # Restarts

@@ -2,7 +2,6 @@
 
 import datetime
 import itertools
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,16 +10,25 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from diffusion.callbacks.metrics_file import STARTS, TRAIN_LOSS
-from diffusion.checkpointing.resume import FINISHED, PREEMPTED
-from diffusion.checkpointing.roll_back import RECORD
 from diffusion.config.checks import num_batches
 from diffusion.config.loading import dump, load, to_dict
 from diffusion.config.schema import Config
 from diffusion.config.secrets import redact
 from diffusion.errors import ConfigurationError
 from diffusion.files import read_json_lines
-from diffusion.operations.events import EVENTS, EventKind
+from diffusion.formats.run_folder import (
+    CONFIG,
+    EVENTS,
+    FINISHED,
+    METRICS,
+    ROLLBACKS,
+    SAMPLES,
+    STARTS,
+    TRAIN_LOSS,
+    check_is_run,
+    preemption_signal,
+)
+from diffusion.operations.events import EventKind
 from diffusion.reports.curves import Curve, read_curves
 
 ROLLBACK = "rollback"
@@ -126,16 +134,15 @@ def read_run(folder: Path, first_step: int = 0) -> Run:
     Raises:
         ConfigurationError: it is not a run folder.
     """
-    path = folder / "config.yaml"
-    if not path.is_file():
-        raise ConfigurationError(f"{folder} is not a run folder: it has no config.yaml")
+    check_is_run(folder)
+    path = folder / CONFIG
     config: Config | None = None
     try:
         config = load(Config, path)
         values = to_dict(config)
     except ConfigurationError:  # Another version's: shown as it stands.
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    metrics = folder / "metrics.jsonl"
+    metrics = folder / METRICS
     curves, num_damaged = read_curves(read_json_lines(metrics))
     last_written = _date(metrics.stat().st_mtime) if metrics.is_file() else None
     starts = read_starts(read_json_lines(folder / STARTS), last_written)
@@ -227,9 +234,7 @@ def _num_steps(curves: Mapping[str, Curve], starts: list[Start]) -> int:
 def _status(folder: Path, num_steps: int, planned: int | None, starts: list[Start]) -> str:
     if (folder / FINISHED).is_file() and (planned is None or num_steps >= planned):
         return "finished"
-    marker = folder / PREEMPTED
-    if marker.is_file():
-        signal = json.loads(marker.read_text(encoding="utf-8")).get("signal", "a signal")
+    if signal := preemption_signal(folder):
         return f"pre-empted by {signal}; the same command continues it"
     if starts and starts[-1].end and starts[-1].end != "finished":
         return starts[-1].end
@@ -237,7 +242,7 @@ def _status(folder: Path, num_steps: int, planned: int | None, starts: list[Star
 
 
 def _samples(folder: Path) -> dict[int, Path]:
-    paths = (folder / "samples").glob("step-*.png")
+    paths = (folder / SAMPLES).glob("step-*.png")
     return dict(sorted((int(path.stem.removeprefix("step-")), path) for path in paths))
 
 
@@ -249,7 +254,7 @@ def read_timeline(folder: Path) -> pd.DataFrame:
         for row in read_json_lines(folder / EVENTS)
         if row is not None and row["event"] not in _SHOWN_ELSEWHERE
     ]  # fmt: skip
-    for row in read_json_lines(folder / RECORD):
+    for row in read_json_lines(folder / ROLLBACKS):
         if row is not None:
             details = f"loss {row['loss']}; checkpoints after step {row['limit']} were removed"
             if row["skipped"]:

@@ -14,10 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 from PIL import Image
 
-from diffusion.callbacks.metrics_file import TRAIN_LOSS
-from diffusion.callbacks.saving import STALL
 from diffusion.errors import DataError
 from diffusion.evaluation.protocol import Result, is_of_category, protocol_hash
+from diffusion.formats.run_folder import STALL, TRAIN_LOSS
 from diffusion.planning.plan import plan_run
 from diffusion.planning.storage import plan_epoch
 from diffusion.reports.figures import (

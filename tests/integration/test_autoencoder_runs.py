@@ -8,11 +8,11 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor
 
-from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.find import find_checkpoints
 from diffusion.checkpointing.read import StoredState
 from diffusion.config.loading import load_config
 from diffusion.config.training import Device
+from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 from diffusion.models.pretrained import load_pretrained
 from diffusion.train import build_training_model
 from tests.tools.runs import signal_at

@@ -12,13 +12,13 @@ import pytest
 import torch
 from composer import Callback, Logger, State
 
-from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of, list_checkpoints
-from diffusion.checkpointing.resume import FINISHED, check_changes, group_settings
+from diffusion.checkpointing.resume import check_changes, group_settings
 from diffusion.config.loading import load_config
 from diffusion.config.secrets import to_public_yaml
 from diffusion.errors import ConfigurationError
+from diffusion.formats.run_folder import FINISHED, TRAIN_LOSS, read_metrics, series
 from diffusion.loading import load_config_of
 
 SHORT = ["samples.prompts=[]", "algorithms.ema=null", "trainer.device=cpu"]

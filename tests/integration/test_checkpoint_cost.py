@@ -14,12 +14,11 @@ import torch.distributed as dist
 from composer import Callback, Logger, State
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
-from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
-from diffusion.callbacks.saving import STALL
 from diffusion.checkpointing.layout import list_checkpoints
 from diffusion.checkpointing.save import HostCopy
 from diffusion.config.loading import load_config
 from diffusion.datasets.loader import train_loader
+from diffusion.formats.run_folder import STALL, TRAIN_LOSS, read_metrics, series
 from diffusion.models.architectures import build_network
 from tests.tools.runs import assert_equal, state_of
 from tests.tools.s3_server import s3_process, s3_server

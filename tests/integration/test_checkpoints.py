@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
-from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.find import (
     check_checkpoint,
     find_checkpoints,
@@ -35,6 +34,7 @@ from diffusion.config.model import Weights
 from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.files import hash_file, write_json
+from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 from diffusion.loading import load_model
 from tests.tools.malicious_checkpoints import ATTACKS, evil_entry, evil_optimizer_entry, evil_tensor
 

@@ -6,19 +6,9 @@ import pytest
 from composer import Callback, Logger, State
 from composer.utils import dist
 
-from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics
 from diffusion.callbacks.monitoring import CostMeter
-from diffusion.operations.costs import (
-    BUDGET,
-    COSTS,
-    CostsFile,
-    Kind,
-    StartCosts,
-    budget_left,
-    project,
-    read_costs,
-    total,
-)
+from diffusion.formats.run_folder import BUDGET, COSTS, TRAIN_LOSS, read_metrics
+from diffusion.operations.costs import CostsFile, Kind, StartCosts, budget_left, project, read_costs, total
 from diffusion.operations.inventory import expense_rows, expenses
 
 HOUR = 3600.0

@@ -15,10 +15,10 @@ import psutil
 import pytest
 from composer import Callback, Logger, State
 
-from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.callbacks.preemption import SaveOnPreemption
 from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of
+from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 from tests.tools.forking import free_port
 from tests.tools.hosts import Agent, Agents, Network, wait_until
 from tests.tools.training_runs import BIN, ROOT, Run, TrainingServer, launcher_environment

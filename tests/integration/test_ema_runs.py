@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.find import find_checkpoints, resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of
 from diffusion.checkpointing.read import read_weights
 from diffusion.config.model import Weights
 from diffusion.ema.averaging import Exponential, PowerFunction, Profile
-from diffusion.ema.posthoc import STORED, list_averages, read_combination, reconstruct
+from diffusion.ema.posthoc import list_averages, read_combination, reconstruct
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.export import export
+from diffusion.formats.run_folder import AVERAGES, TRAIN_LOSS, read_metrics, series
 from diffusion.loading import load_model
 from tests.tools.training_runs import Run
 
@@ -212,7 +212,7 @@ def test_the_start_can_be_given_as_a_fraction_and_in_samples(runs):
 @pytest.mark.world_size(2)
 def test_a_killed_run_leaves_the_same_files(runs):
     def files(name: str) -> dict[str, bytes]:
-        return {path.name: path.read_bytes() for path in (runs[name] / STORED).iterdir()}
+        return {path.name: path.read_bytes() for path in (runs[name] / AVERAGES).iterdir()}
 
     assert len(files("fsdp-2")) == 3 * len(WIDTHS)
     assert files("killed") == files("fsdp-2")
@@ -270,10 +270,10 @@ def test_other_averages_than_those_of_the_checkpoint_are_refused(runs, server, t
 @pytest.mark.world_size(2)
 def test_a_file_that_cannot_be_written_ends_the_run_on_all_ranks(server, tmp_path):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / STORED).write_text("in the way")
+    (tmp_path / "run" / AVERAGES).write_text("in the way")
     job = server.run(2, [run(tmp_path / "run", "fsdp")])
     assert job.codes == [2, 2], job.output[-4000:]
-    file = tmp_path / "run" / STORED / "step-000004-width-0.1.safetensors"
+    file = tmp_path / "run" / AVERAGES / "step-000004-width-0.1.safetensors"
     assert job.output.count(f"{file} cannot be written") == 1
     assert "Traceback" not in job.output
 

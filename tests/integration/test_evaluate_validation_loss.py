@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from diffusion.callbacks.metrics_file import read_metrics
 from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.errors import DataError
 from diffusion.evaluation.generate import checkpoint_models, load_generator
 from diffusion.evaluation.validation_loss import validation_losses
+from diffusion.formats.run_folder import read_metrics
 from tests.tools.evaluation_toys import evaluate_on, numbers
 
 EVALUATE = [

@@ -11,8 +11,8 @@ import pytest
 import torch
 from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
 
-from diffusion.callbacks.metrics_file import read_metrics, series
 from diffusion.export import export
+from diffusion.formats.run_folder import read_metrics, series
 from diffusion.models.sampling import initial_latents
 from tests.tools.preparing import prepare
 from tests.tools.training_runs import ROOT, SMALL_UNET, TrainingServer

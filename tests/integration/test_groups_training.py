@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.config.loading import load_config
 from diffusion.datasets.batch import SHAPED, BatchKey, num_samples, split_batch
+from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 from tests.tools.written_data import TEXT, smooth_image, write_mds, write_prepared
 
 NUM_STEPS = 8

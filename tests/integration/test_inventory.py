@@ -13,10 +13,10 @@ from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.checkpointing.save import write_file
 from diffusion.errors import ConfigurationError
+from diffusion.formats.run_folder import LEASE
 from diffusion.operations.costs import CostsFile, Kind, StartCosts
 from diffusion.operations.inventory import Item, assign_users, find_items, read_uses
 from diffusion.operations.inventory import Kind as Content
-from diffusion.operations.lease import LEASE_FILE
 from scripts import runs as runs_command
 from tests.tools.s3_server import S3Server, s3_process, s3_server
 from tests.unit.operations.test_runs import hold, write_run
@@ -184,7 +184,7 @@ def test_checkpoints_in_a_store_go_with_yes_only_and_never_those_that_are_needed
     runs_command.prune([tmp_path], 1, is_confirmed=True)
     assert names() == everything
     assert f"{run}  is skipped: it is running" in capsys.readouterr().out
-    (run / LEASE_FILE).unlink()
+    (run / LEASE).unlink()
     runs_command.prune([tmp_path], 1, is_confirmed=True)
     assert names() == ["ep0-ba3", "ep0-ba4.pt", "ep0-ba8.pt", "ep0-ba10.pt", "ep0-ba11"]
     assert storage.exists(f"{uri}/averages/ba2.safetensors")

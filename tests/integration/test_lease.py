@@ -18,8 +18,9 @@ from diffusion import storage
 from diffusion.checkpointing.find import find_checkpoints
 from diffusion.checkpointing.layout import batch_of
 from diffusion.errors import MachineError
+from diffusion.formats.run_folder import LEASE
 from diffusion.operations import lease, timeouts
-from diffusion.operations.lease import LEASE_FILE, Applicant, leased
+from diffusion.operations.lease import Applicant, leased
 from tests.tools.s3_server import s3_process, s3_server
 from tests.tools.training_runs import Job, Run
 
@@ -63,7 +64,7 @@ def test_a_second_start_is_refused_and_a_killed_one_is_followed_at_once(server, 
     os.kill(follower.pids[0], signal.SIGTERM)
     assert follower.finish().codes == [75]
     assert "waiting for" not in follower.output
-    assert not (run / LEASE_FILE).exists()
+    assert not (run / LEASE).exists()
 
 
 @pytest.mark.world_size(2)
@@ -71,13 +72,13 @@ def test_all_ranks_end_when_another_start_has_taken_the_run_over(server, tmp_pat
     run = tmp_path / "run"
     job = begun(server, run, num_ranks=2)
     time.sleep(1.5 * timeouts.RENEWAL)  # Both ranks have seen their own.
-    taken = json.loads((run / LEASE_FILE).read_text()) | {"host": "elsewhere", "token": "another"}
+    taken = json.loads((run / LEASE).read_text()) | {"host": "elsewhere", "token": "another"}
     (run / "new").write_text(json.dumps(taken))
-    (run / "new").replace(run / LEASE_FILE)
+    (run / "new").replace(run / LEASE)
     codes = job.finish(timeout=300).codes
     assert 2 in codes
     assert all(codes)
-    assert json.loads((run / LEASE_FILE).read_text()) == taken, "it stays the other start's"
+    assert json.loads((run / LEASE).read_text()) == taken, "it stays the other start's"
 
 
 @pytest.mark.s3
@@ -94,7 +95,7 @@ def test_a_second_start_with_the_same_checkpoints_and_another_run_folder_is_refu
     assert first.poll() is None
     os.kill(first.pids[0], signal.SIGTERM)
     assert first.finish().codes == [75]
-    assert LEASE_FILE not in storage.list_files(location)
+    assert LEASE not in storage.list_files(location)
 
 
 @pytest.fixture
@@ -116,8 +117,8 @@ def moto_bucket(monkeypatch) -> Iterator[str]:
 @pytest.fixture(params=["file", "object"])
 def location(request, tmp_path) -> Path | str:
     if request.param == "file":
-        return tmp_path / LEASE_FILE
-    return f"{request.getfixturevalue('moto_bucket')}/{LEASE_FILE}"
+        return tmp_path / LEASE
+    return f"{request.getfixturevalue('moto_bucket')}/{LEASE}"
 
 
 def elsewhere(monkeypatch) -> None:
@@ -157,7 +158,7 @@ def test_a_lease_that_is_not_renewed_passes_to_one_other_and_its_holder_notices(
 def held_elsewhere(folder: Path, count: int) -> None:
     holder = {"host": "elsewhere", "namespace": "", "pid": 7, "time": 0.0, "token": "other", "count": count}
     (folder / "new").write_text(json.dumps(holder))
-    (folder / "new").replace(folder / LEASE_FILE)
+    (folder / "new").replace(folder / LEASE)
 
 
 def test_a_lease_of_another_host_is_taken_over_when_it_has_run_out(tmp_path, monkeypatch):
@@ -166,7 +167,7 @@ def test_a_lease_of_another_host_is_taken_over_when_it_has_run_out(tmp_path, mon
     began = time.monotonic()
     with leased(tmp_path):
         assert time.monotonic() - began > 2
-        assert json.loads((tmp_path / LEASE_FILE).read_text())["pid"] == os.getpid()
+        assert json.loads((tmp_path / LEASE).read_text())["pid"] == os.getpid()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -188,4 +189,4 @@ def test_a_lease_of_another_host_that_is_renewed_is_respected(tmp_path):
     finally:
         is_over.set()
         renewal.join()
-    assert json.loads((tmp_path / LEASE_FILE).read_text())["token"] == "other"
+    assert json.loads((tmp_path / LEASE).read_text())["token"] == "other"

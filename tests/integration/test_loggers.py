@@ -11,10 +11,10 @@ import pytest
 
 from diffusion.callbacks import loggers
 from diffusion.callbacks.loggers import ProgressLines
-from diffusion.callbacks.metrics_file import TRAIN_LOSS
 from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of
 from diffusion.distributed import PREEMPTED_EXIT_CODE
+from diffusion.formats.run_folder import TRAIN_LOSS
 from tests.tools.logged_points import tensorboard_points, wandb_rows
 from tests.tools.runs import signal_at
 

@@ -12,10 +12,17 @@ from composer import Callback, Logger, State
 from composer.utils import dist
 
 from diffusion.callbacks.guards import SKIPPED, LossGuard, RolledBackError
-from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.read import StoredState
-from diffusion.checkpointing.roll_back import RECORD, REQUEST, read_request, read_rollbacks
 from diffusion.config.operations import GuardConfig
+from diffusion.formats.run_folder import (
+    ROLLBACK,
+    ROLLBACKS,
+    TRAIN_LOSS,
+    read_metrics,
+    read_request,
+    read_rollbacks,
+    series,
+)
 from diffusion.operations.heartbeats import Phase, read_heartbeats
 from diffusion.randomness import sample_address
 from tests.integration.test_failures import latents
@@ -142,7 +149,7 @@ def test_the_samples_of_a_wrong_loss_are_named(server, shapes, tmp_path):
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("name", [REQUEST, RECORD])
+@pytest.mark.parametrize("name", [ROLLBACK, ROLLBACKS])
 def test_a_damaged_file_of_rollbacks_is_one_message_on_all_ranks(server, tmp_path, name):
     server.train(2, [run(tmp_path, "trainer.max_duration=2ba", "algorithms.ema=null")])
     (tmp_path / name).write_text('{"step": 1}\n')

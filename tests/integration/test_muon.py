@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from diffusion.callbacks.metrics_file import read_metrics, series
 from diffusion.callbacks.step import GRADIENT_NORM
+from diffusion.formats.run_folder import read_metrics, series
 
 RUNS = {"one": (1, "ddp"), "sharded": (2, "fsdp"), "replicated": (2, "ddp")}
 MAX_NORM = 0.05

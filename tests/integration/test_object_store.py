@@ -13,8 +13,9 @@ from diffusion.checkpointing import remote
 from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of
 from diffusion.checkpointing.remote import RemoteCheckpoints
-from diffusion.ema.posthoc import STORED, fetch_averages, reconstruct
+from diffusion.ema.posthoc import fetch_averages, reconstruct
 from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.formats.run_folder import AVERAGES
 from diffusion.loading import load_config_of, load_model
 from tests.tools.runs import assert_equal, losses, signal_at, state_of
 from tests.tools.s3_server import S3Server, object_file, s3_process, s3_server
@@ -228,10 +229,10 @@ def test_stored_averages_follow_and_make_the_same_average_elsewhere(server, s3_s
     power = "algorithms.ema.power={relative_widths: [0.1, 0.2], snapshot_interval: 3ba}"
     server.train(2, [options(tmp_path / "run", "fsdp", url, power)])
     fetch_averages(url, tmp_path / "elsewhere")
-    here, there = ({path.name: path.read_bytes() for path in (tmp_path / name / STORED).iterdir()} for name in PLACES)
+    here, there = ({path.name: path.read_bytes() for path in (tmp_path / name / AVERAGES).iterdir()} for name in PLACES)
     assert sorted(here) == [f"step-{step:06d}-width-{width}.safetensors" for step in (6, 9) for width in (0.1, 0.2)]
     assert there == here
-    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "elsewhere" / STORED).iterdir()}
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "elsewhere" / AVERAGES).iterdir()}
     fetch_averages(url, tmp_path / "elsewhere")
     assert written == {path: path.stat().st_mtime_ns for path in written}
     paths = [reconstruct(tmp_path / name, 0.15)[0] for name in PLACES]
@@ -256,8 +257,8 @@ def test_a_store_slower_than_collectives_may_be_stops_neither_steps_nor_a_contin
         ended = job.finish()
         assert not any(ended.codes), ended.output[-6000:]
         assert steps(url) == [9]
-        stored = {name for name in RemoteCheckpoints(url, timeout=TIMEOUT).files() if name.startswith(STORED)}
-        assert stored == {f"{STORED}/step-{step:06d}-width-{w}.safetensors" for step in (5, 9) for w in (0.1, 0.2)}
+        stored = {name for name in RemoteCheckpoints(url, timeout=TIMEOUT).files() if name.startswith(AVERAGES)}
+        assert stored == {f"{AVERAGES}/step-{step:06d}-width-{w}.safetensors" for step in (5, 9) for w in (0.1, 0.2)}
 
         beats = run / "heartbeats"
         shutil.rmtree(beats)

@@ -6,8 +6,8 @@ import pytest
 
 from demo.shapes import write_data_set
 from diffusion import storage
-from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.config.model import Architecture, ModelConfig
+from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 from diffusion.models import load_frozen_parts
 from diffusion.operations.costs import read_costs
 from diffusion.preparation.encoding.encode import encode

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from composer.devices import DeviceCPU
 
-from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.callbacks.preemption import SaveOnPreemption
 from diffusion.checkpointing.find import find_checkpoints, resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of
 from diffusion.distributed import PREEMPTED_EXIT_CODE
 from diffusion.errors import PreemptedError
+from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 from diffusion.launch import run_command
 from tests.tools.runs import signal_at
 from tests.tools.training_runs import BIN, ROOT, launcher_environment

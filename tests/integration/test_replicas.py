@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.callbacks.step import GRADIENT_NORM
+from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 
 pytestmark = [pytest.mark.slow, pytest.mark.world_size(4)]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 from tests.tools.training_runs import SMALL_UNET, TrainingServer
 
 pytestmark = pytest.mark.slow

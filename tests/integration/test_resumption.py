@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of
+from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 from tests.tools.runs import assert_equal, signal_at, state_of
 
 NUM_STEPS = 9

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.find import find_checkpoints, find_damage
 from diffusion.checkpointing.layout import batch_of, list_checkpoints
+from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 from tests.tools.runs import signal_at
 
 pytestmark = pytest.mark.slow

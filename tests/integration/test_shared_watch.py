@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from diffusion.evaluation.watch import COPIES, LEASES, LEDGER, METRICS, read_ledger
+from diffusion.evaluation.watch import COPIES, LEASES, LEDGER, read_ledger
+from diffusion.formats.run_folder import METRICS
 from tests.tools.evaluation_toys import write_images, write_prompts
 from tests.tools.logged_points import tensorboard_points
 from tests.tools.s3_server import S3Server, s3_process

@@ -197,7 +197,7 @@ def test_exit_codes_decide_what_follows(cluster, stand_in, tmp_path, code, state
 @pytest.mark.world_size(2)
 def test_a_run_that_gets_a_signal_is_saved_queued_again_and_continued(server, cluster, tmp_path):
     """SIGUSR1 comes in step 3, as before a time limit."""
-    from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+    from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 
     run, log = tmp_path / "run", tmp_path / "log.txt"
     overrides = [f"output_folder={run}", "samples.prompts=[]", signal_at(3, 10, rank=1)]
@@ -228,7 +228,7 @@ def test_of_four_nodes_one_is_lost_and_the_job_continues_on_two(server, four_nod
 
     Draws are those of one process.
     """
-    from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+    from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
     from verification.callbacks import step_hashes
 
     def recipe(run: Path, *callbacks: str) -> list[str]:

@@ -248,7 +248,7 @@ def test_of_four_hosts_one_is_cut_off_and_two_go_on(make_hosts, server, tmp_path
 
     The others end within `trainer.dist_timeout`, and the supervisor restarts on those that answer.
     """
-    from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+    from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
     from verification.callbacks import step_hashes
 
     def recipe(run: Path, *callbacks: str) -> list[str]:
@@ -273,7 +273,7 @@ def test_of_four_hosts_one_is_cut_off_and_two_go_on(make_hosts, server, tmp_path
 
 @pytest.mark.world_size(2)
 def test_a_host_that_comes_back_is_used_from_the_next_checkpoint_on(make_hosts, server, tmp_path):
-    from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+    from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 
     hosts, run = make_hosts(forked(tmp_path, server), interval=5), tmp_path / "run"
     hosts.network.unplug()

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
+from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 from tests.tools.training_runs import TrainingServer
 
 PREEMPTED = 75

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.config.loading import load_config
+from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 from diffusion.models.pretrained import load_frozen_parts, module_identity, tokenizer_identity
 from tests.tools.training_runs import ROOT
 

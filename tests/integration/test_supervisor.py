@@ -19,11 +19,12 @@ import pytest
 
 from diffusion.config.operations import SupervisionConfig
 from diffusion.errors import ConfigurationError, MachineError
+from diffusion.formats.run_folder import SUPERVISED
 from diffusion.operations import supervisor as supervisor_module
 from diffusion.operations.events import EventLog, read_events
 from diffusion.operations.heartbeats import HeartbeatFile, HeartbeatRecord, Phase, read_heartbeats
 from diffusion.operations.processes import kill, tree
-from diffusion.operations.supervisor import SUPERVISED, Supervisor, split_command
+from diffusion.operations.supervisor import Supervisor, split_command
 from tests.tools.training_runs import ROOT, environment
 
 WAITS = {"phase": "step", "step": 7, "waits": True, "code": 0}

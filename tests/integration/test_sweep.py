@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.errors import MachineError
 from diffusion.files import open_lock
+from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 from diffusion.operations.heartbeats import HeartbeatRecord, read_heartbeats
 from diffusion.sweeps import Point, run_points
 

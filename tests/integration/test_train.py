@@ -4,10 +4,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffusion.callbacks.metrics_file import read_metrics, series
 from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.read import read_config, read_weights
 from diffusion.config.model import Weights
+from diffusion.formats.run_folder import read_metrics, series
 from diffusion.loading import load_model
 from tests.tools.runs import losses
 

@@ -9,8 +9,8 @@ from composer import Callback, Logger, State, Trainer
 from composer.utils import dist
 
 from diffusion import train as training
-from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.config.loading import load_config
+from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 from diffusion.trainer import HostTrainer
 
 OVERRIDES = ["trainer.device_train_microbatch_size=2", "trainer.max_duration=4ba", "algorithms.ema.start=1ba"]

@@ -12,9 +12,9 @@ from composer import Callback, Logger, State
 
 from diffusion import distributed
 from diffusion.callbacks import monitoring as module
-from diffusion.callbacks.metrics_file import read_metrics, series
 from diffusion.callbacks.monitoring import QUIET_INTERVALS, Utilisation
 from diffusion.datasets.cache import TierCounts, TierMeter
+from diffusion.formats.run_folder import read_metrics, series
 from diffusion.operations import utilisation
 from diffusion.operations.utilisation import Counters, LoaderSettings
 from tests.tools.toys import ToyLatents

@@ -10,17 +10,9 @@ import torch
 
 from diffusion import storage
 from diffusion.errors import DataError, MachineError
-from diffusion.evaluation.watch import (
-    LEASES,
-    LEDGER,
-    WatchedRun,
-    copy_checkpoint,
-    finished_step,
-    list_complete,
-    locate,
-    read_ledger,
-)
+from diffusion.evaluation.watch import LEASES, LEDGER, WatchedRun, copy_checkpoint, list_complete, locate, read_ledger
 from diffusion.files import write_json
+from diffusion.formats.run_folder import finished_step
 from diffusion.operations import timeouts
 from diffusion.operations.metrics import DONE, LEASED, QUEUE
 from tests.tools.s3_server import s3_process, s3_server

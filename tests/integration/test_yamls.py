@@ -8,7 +8,6 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
 from diffusion.callbacks.autoencoder import statistics_images
-from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.find import find_checkpoints
 from diffusion.cli import train_command
 from diffusion.config.checks import is_location
@@ -16,6 +15,7 @@ from diffusion.config.data import Mixing, Representation
 from diffusion.config.loading import load_config
 from diffusion.config.model import Architecture, InitFromConfig, Posterior, TextEncoderConfig, Weights
 from diffusion.config.training import Precision
+from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 from diffusion.models.autoencoder import to_pixels
 from diffusion.models.pretrained import load_pretrained
 from diffusion.planning.plan import plan_run

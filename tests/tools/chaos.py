@@ -29,10 +29,10 @@ from composer import Callback, Logger, State
 from composer.utils import dist
 
 from diffusion import storage
-from diffusion.callbacks.metrics_file import STARTS
 from diffusion.checkpointing.layout import list_checkpoints
 from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError
+from diffusion.formats.run_folder import STARTS
 from diffusion.launch import CommandParser, run_command
 from diffusion.operations.events import read_events
 from diffusion.operations.heartbeats import HeartbeatRecord, read_heartbeats

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from diffusion.callbacks.metrics_file import TRAIN_LOSS, read_metrics, series
 from diffusion.checkpointing.read import StoredState
+from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 
 _STATE = ("state.model.", "state.optimizers.", "state.schedulers.", "state.callbacks.LateStartEMA.")
 

@@ -8,9 +8,10 @@ import torch
 from composer import Event
 
 from diffusion.callbacks.monitoring import Heartbeat
+from diffusion.formats.run_folder import LEASE
 from diffusion.operations import timeouts
 from diffusion.operations.heartbeats import HeartbeatFile, Phase, read_heartbeats
-from diffusion.operations.lease import LEASE_FILE, leased
+from diffusion.operations.lease import leased
 
 
 def test_compilation_within_a_step_is_a_phase_of_its_own(tmp_path):
@@ -56,4 +57,4 @@ def test_the_lease_is_renewed_while_the_heartbeat_does_not_reach_the_disk(tmp_pa
         while num_failures < 3:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert json.loads((tmp_path / LEASE_FILE).read_text())["count"] >= 2
+        assert json.loads((tmp_path / LEASE).read_text())["count"] >= 2

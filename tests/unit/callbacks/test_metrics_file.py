@@ -1,7 +1,8 @@
 import json
 from types import SimpleNamespace
 
-from diffusion.callbacks.metrics_file import TRAIN_LOSS, MetricsFile, read_metrics, series
+from diffusion.callbacks.metrics_file import MetricsFile
+from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 
 
 def state_at(step: int):

@@ -5,20 +5,18 @@ from dataclasses import replace
 
 import pytest
 
-from diffusion.checkpointing.roll_back import (
-    RECORD,
-    REQUEST,
-    DivergenceError,
+from diffusion.checkpointing.roll_back import DivergenceError, decide, is_wrong
+from diffusion.config.operations import GuardConfig
+from diffusion.errors import DataError
+from diffusion.formats.run_folder import (
+    ROLLBACK,
+    ROLLBACKS,
     Rollback,
-    decide,
-    is_wrong,
     read_request,
     read_rollbacks,
     record_rollback,
     request_rollback,
 )
-from diffusion.config.operations import GuardConfig
-from diffusion.errors import DataError
 
 FIRST = Rollback(step=10, loss="nan", limit=9, time=1.0)
 
@@ -63,7 +61,7 @@ def test_a_record_that_was_cut_off_is_continued(tmp_path):
     for number in range(2):
         request_rollback(tmp_path, replace(FIRST, time=float(number)))
         record_rollback(tmp_path, read_request(tmp_path))
-        with (tmp_path / RECORD).open("a") as file:
+        with (tmp_path / ROLLBACKS).open("a") as file:
             file.write('{"step": 1')
     assert [one.time for one in read_rollbacks(tmp_path)] == [0.0, 1.0]
 
@@ -83,6 +81,6 @@ def test_a_rollback_is_recorded_once_however_often_carrying_it_out_is_interrupte
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"step": 1, "skipped": []}', '{"skipped": null}'])
 def test_a_damaged_request_is_named(tmp_path, content):
-    (tmp_path / REQUEST).write_text(content)
-    with pytest.raises(DataError, match=REQUEST):
+    (tmp_path / ROLLBACK).write_text(content)
+    with pytest.raises(DataError, match=ROLLBACK):
         read_request(tmp_path)

@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from diffusion.ema.averaging import PowerFunction, WeightAverage
-from diffusion.ema.posthoc import STORED, AverageRecord, list_averages, read_combination, reconstruct, write_average
+from diffusion.ema.posthoc import AverageRecord, list_averages, read_combination, reconstruct, write_average
 from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.formats.run_folder import AVERAGES
 
 ROOT = Path(__file__).resolve().parents[3]
 NUM_STEPS, INTERVAL = 2000, 100
@@ -33,7 +34,7 @@ def follow(dtype: torch.dtype, run: Path) -> dict[float, Tensor]:
         if step % INTERVAL == 0:
             for width in TRACKED:
                 record = AverageRecord(label=PowerFunction(width).label, step=step, time=averages[width].time)
-                write_average(run / STORED, record, {"unet.w": averages[width].averages["unet.w"].to(dtype)})
+                write_average(run / AVERAGES, record, {"unet.w": averages[width].averages["unet.w"].to(dtype)})
     return {width: average.averages["unet.w"] for width, average in averages.items()}
 
 
@@ -66,7 +67,7 @@ def test_an_average_can_end_at_any_stored_step(trajectories):
     path, combination = reconstruct(run, 0.1, step=700)
     assert path.name == "step-000700-width-0.1.safetensors"
     assert len(combination.coefficients) == 14
-    stored = load_file(run / STORED / path.name)["unet.w"]
+    stored = load_file(run / AVERAGES / path.name)["unet.w"]
     assert deviation(load_file(path)["unet.w"], stored) < 1e-6
 
 
@@ -89,10 +90,10 @@ def test_what_cannot_be_reconstructed_is_told(tmp_path):
     with pytest.raises(ConfigurationError, match=r"algorithms\.ema\.power"):
         reconstruct(tmp_path, 0.08)
     record = AverageRecord(label="width-0.1", step=10, time=7)
-    path = write_average(tmp_path / STORED, record, {"unet.w": torch.ones(8)})
-    (tmp_path / STORED / f".{path.name}.partial").write_bytes(b"left behind")
+    path = write_average(tmp_path / AVERAGES, record, {"unet.w": torch.ones(8)})
+    (tmp_path / AVERAGES / f".{path.name}.partial").write_bytes(b"left behind")
     assert list_averages(tmp_path) == [(path, record)]
-    write_average(tmp_path / STORED, AverageRecord(label="width-0.1", step=20, time=17), {"unet.w": torch.ones(9)})
+    write_average(tmp_path / AVERAGES, AverageRecord(label="width-0.1", step=20, time=17), {"unet.w": torch.ones(9)})
     with pytest.raises(DataError, match=r"unet\.w"):
         reconstruct(tmp_path, 0.08)
     path.write_bytes(path.read_bytes()[:-3])
@@ -105,7 +106,7 @@ def test_what_cannot_be_reconstructed_is_told(tmp_path):
 
 def test_a_file_that_cannot_be_written_is_told(tmp_path):
     record = AverageRecord(label="width-0.1", step=10, time=7)
-    write_average(tmp_path / STORED, record, {"unet.w": torch.ones(8)})
+    write_average(tmp_path / AVERAGES, record, {"unet.w": torch.ones(8)})
     (tmp_path / "reconstructed").write_text("in the way")
     with pytest.raises(MachineError, match="reconstructed"):
         reconstruct(tmp_path, 0.08)

@@ -7,7 +7,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from diffusion.operations.events import EVENTS, EventKind, EventLog, read_events
+from diffusion.formats.run_folder import EVENTS
+from diffusion.operations.events import EventKind, EventLog, read_events
 
 
 @pytest.fixture

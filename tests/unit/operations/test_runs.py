@@ -14,17 +14,17 @@ import pytest
 import torch
 
 from diffusion.checkpointing.layout import list_checkpoints
-from diffusion.checkpointing.resume import FINISHED
 from diffusion.checkpointing.save import write_file
 from diffusion.config.loading import load_config
 from diffusion.config.schema import Config
 from diffusion.config.secrets import to_public_yaml
 from diffusion.errors import ConfigurationError, MachineError
-from diffusion.operations.costs import BUDGET, COSTS, CostsFile, Kind, StartCosts
+from diffusion.formats.run_folder import BUDGET, COSTS, FINISHED, LEASE, SUPERVISED, find_runs
+from diffusion.operations.costs import CostsFile, Kind, StartCosts
 from diffusion.operations.heartbeats import HeartbeatFile, HeartbeatRecord, Phase, heartbeat_folder
-from diffusion.operations.lease import LEASE_FILE, Applicant
-from diffusion.operations.runs import find_runs, find_superseded, is_running, read_status, stop
-from diffusion.operations.supervisor import SUPERVISED
+from diffusion.operations.lease import Applicant
+from diffusion.operations.pruning import find_superseded
+from diffusion.operations.runs import is_running, read_status, stop
 from scripts import runs as runs_command
 from tests.tools.training_runs import ROOT
 
@@ -46,9 +46,9 @@ def beat(config: Config, *, host: str, pid: int) -> None:
 def hold(run: Path, *, host: str, age: float = 0.0) -> None:
     """Hold the lease of a run on another host."""
     holder = {"pid": 1, "host": host, "time": 0.0, "namespace": "", "token": "other", "count": 1}
-    (run / LEASE_FILE).write_text(json.dumps(holder))
+    (run / LEASE).write_text(json.dumps(holder))
     written = time.time() - age
-    os.utime(run / LEASE_FILE, (written, written))
+    os.utime(run / LEASE, (written, written))
 
 
 def supervise(folder: Path, pid: int, arguments: list[str], *, host: str | None = None, age: float = 0.0) -> int:
@@ -71,7 +71,7 @@ def test_runs_are_found_and_each_says_how_it_stands(tmp_path, capsys):
     row = StartCosts(began=0, ended=5400, num_devices=8, price=2.0, step=0, reached=1234, seconds=seconds)
     file.write(row)
     file.close()
-    lease = Applicant(tmp_path / "c" / LEASE_FILE).acquire()
+    lease = Applicant(tmp_path / "c" / LEASE).acquire()
     assert lease is not None
     assert find_runs([tmp_path]) == [tmp_path / "a", tmp_path / "c", tmp_path / "sweep/b"]
     runs_command.show_list([tmp_path])
@@ -173,7 +173,7 @@ def test_old_checkpoints_go_and_those_of_a_run_at_work_stay(tmp_path):
     hold(run, host="elsewhere")
     with pytest.raises(MachineError, match="running"):
         find_superseded(run, config, num_kept=1)
-    (run / LEASE_FILE).unlink()
+    (run / LEASE).unlink()
     assert [path.name for path in find_superseded(run, config, num_kept=1)] == ["ep0-ba2.pt", "ep0-ba6.pt"]
     names = ["ep0-ba2.pt", "ep0-ba4.pt", "ep0-ba6.pt", "ep0-ba8.pt", "ep0-ba10.pt"]
     runs_command.prune([tmp_path], 1, is_confirmed=False)

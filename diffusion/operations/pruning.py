@@ -1,0 +1,88 @@
+"""Checkpoints that no run needs any longer."""
+
+from pathlib import Path
+
+from diffusion.checkpointing.find import is_complete
+from diffusion.checkpointing.layout import list_checkpoints, remove_checkpoint, superseded
+from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoint, RemoteCheckpoints
+from diffusion.config.checks import steps_of
+from diffusion.config.schema import Config
+from diffusion.errors import ConfigurationError, MachineError
+from diffusion.operations.runs import absolute, checkpoints_of, is_running, read_supervisor
+from diffusion.storage import is_url
+
+
+def initial_checkpoint(run: Path, config: Config) -> tuple[str, ...]:
+    """Return the parts of the location that `init_from` names; none without one.
+
+    If it is relative to an unknown folder: the parts after `..`.
+    """
+    if config.init_from is None:
+        return ()
+    location = config.init_from.checkpoint
+    if _is_guessed(run, location):
+        return tuple(part for part in Path(location).parts if part != "..")
+    return Path(absolute(run, location)).parts
+
+
+def may_be(initial: tuple[str, ...], checkpoint: str) -> bool:
+    """Return whether a checkpoint is, or may be, the one at `initial_checkpoint`."""
+    return initial != () and Path(checkpoint).parts[-len(initial) :] == initial
+
+
+def find_superseded(run: Path, config: Config, num_kept: int | None) -> list[Path | RemoteCheckpoint]:
+    """Find the whole checkpoints that a run no longer needs, in a folder or an object store.
+
+    Args:
+        run: the run folder.
+        config: its configuration.
+        num_kept: newest whole checkpoints that stay beside those of `trainer.keep_every`; None is
+            `trainer.keep_checkpoints`.
+
+    Raises:
+        UserError: the run is running, keeps all, or has its checkpoints in an unknown folder; or the store cannot be
+            read.
+    """
+    settings, location = config.trainer, checkpoints_of(run, config)
+    num_kept = settings.keep_checkpoints if num_kept is None else num_kept
+    if is_running(run):
+        raise MachineError("it is running")
+    if num_kept < 1:
+        raise ConfigurationError(f"trainer.keep_checkpoints is {num_kept}, which keeps all: give --keep")
+    if _is_guessed(run, settings.checkpoint_folder):
+        raise ConfigurationError(
+            f"trainer.checkpoint_folder is {settings.checkpoint_folder}, and the folder in which the run was started "
+            "is not known"
+        )
+    every = None
+    if settings.keep_every is not None:
+        every = steps_of(config, settings.keep_every, "trainer.keep_every")
+    if is_url(location):
+        remote = {Path(found.name): found for found in RemoteCheckpoints(location, timeout=READ_TIMEOUT).present()}
+        whole = [path for path, found in remote.items() if found.is_complete]
+        old = superseded(list(remote), newest=num_kept, every=every, is_whole=whole.__contains__)
+        return [remote[path] for path in old if path in whole]
+    old = superseded(list_checkpoints(Path(location)), newest=num_kept, every=every, is_whole=is_complete)
+    return [path for path in old if is_complete(path)]
+
+
+def _is_guessed(run: Path, location: str | None) -> bool:
+    """Return whether a location is relative to a folder that is not known."""
+    is_relative = location is not None and not (is_url(location) or Path(location).expanduser().is_absolute())
+    return is_relative and read_supervisor(run) is None
+
+
+def num_bytes(checkpoint: Path | RemoteCheckpoint) -> int:
+    """Return the size of a checkpoint."""
+    if isinstance(checkpoint, RemoteCheckpoint):
+        return sum(file.size for file in checkpoint.files.values())
+    files = checkpoint.iterdir() if checkpoint.is_dir() else [checkpoint]
+    return sum(file.stat().st_size for file in files)
+
+
+def remove(checkpoint: Path | RemoteCheckpoint) -> None:
+    """Remove a checkpoint from its folder or store."""
+    if isinstance(checkpoint, RemoteCheckpoint):
+        RemoteCheckpoints(checkpoint.uri.rpartition("/")[0], timeout=READ_TIMEOUT).remove(checkpoint)
+    else:
+        remove_checkpoint(checkpoint)
