@@ -26,7 +26,7 @@ PREEMPTED_EXIT_CODE = 75
 it."""
 
 INTERRUPTED_EXIT_CODE = 130
-"""Of a command that Ctrl-C ended, as shells have it."""
+"""Exit code of a command that Ctrl-C ended, as in shells."""
 
 LONG_TIMEOUT = datetime.timedelta(hours=2)
 """How long ranks wait for a step that reads or writes whole checkpoints."""
@@ -66,7 +66,7 @@ def num_cores() -> int:
 
 
 def has_process_group() -> bool:
-    """Whether torch.distributed is in use, without importing it."""
+    """Return whether torch.distributed is in use, without importing it."""
     dist: Any = sys.modules.get("torch.distributed")
     return dist is not None and dist.is_available() and dist.is_initialized()
 
@@ -80,7 +80,7 @@ def start_process_group() -> None:
 
 
 def is_first_rank() -> bool:
-    """Whether this rank writes and logs for all."""
+    """Return whether this rank writes and logs for all."""
     return rank() == 0
 
 

@@ -16,10 +16,10 @@ class UserError(Exception):
     """
 
     is_lasting = False
-    """Whether the same command fails again for certain."""
+    """True if the same command fails again for certain."""
 
     is_agreed = False
-    """Whether all ranks raise it together (`diffusion.distributed.agree`)."""
+    """True if all ranks raise it together (`diffusion.distributed.agree`)."""
 
 
 class ConfigurationError(UserError):

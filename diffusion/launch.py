@@ -1,4 +1,4 @@
-"""What the commands share: arguments, devices, and how a process ends.
+"""Arguments, devices, and how a process ends, shared by the commands.
 
 | exit code | |
 |---|---|

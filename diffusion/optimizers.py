@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from diffusion.checkpointing.save import local_shard
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic polynomial, whose iterates of (0, 1] come into [0.68, 1.13]."""
+"""Coefficients of the quintic polynomial, whose iterates map (0, 1] into [0.68, 1.13]."""
 
 NUM_ITERATIONS = 5
 

@@ -64,7 +64,7 @@ def build_loggers(config: Config, folder: Path) -> list[LoggerDestination]:
 
 
 def shows_progress_bar(config: Config) -> bool:
-    """Whether Composer shows its progress bar, which in a log would be a line for each change of each number."""
+    """Return whether Composer shows its progress bar, which in a log would be a line for each change of each number."""
     return config.trainer.progress_bar and (is_notebook() or sys.stderr.isatty())
 
 

@@ -36,7 +36,7 @@ PROGRESS = {
     "throughput/batches_per_sec": "%.3g steps/s",
     "time/remaining_estimate": "%.1f h left",
 }
-"""What a progress line says of the numbers that are known."""
+"""Formats of the numbers in a progress line."""
 
 
 class TensorBoardLogger(LoggerDestination):

@@ -220,7 +220,7 @@ class CostMeter(Callback):
 
     @property
     def is_spent(self) -> bool:
-        """Whether the budget is spent, as rank 0 knows."""
+        """Return whether the budget is spent, as rank 0 knows."""
         return not self._left()[0]
 
     def _left(self) -> tuple[bool, str]:

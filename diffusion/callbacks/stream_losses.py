@@ -28,10 +28,10 @@ class StreamLosses(Callback):
     def __init__(self, model: LatentDiffusion, streams: Sequence[str], interval: int) -> None:
         self.streams, self.interval = list(streams), interval
         self._sums = torch.zeros(2, len(streams), dtype=torch.float64)
-        """Of this rank in this step."""
+        """Sums of this rank in this step."""
 
         self._totals = torch.zeros_like(self._sums)
-        """Of all ranks in the steps before."""
+        """Sums of all ranks in the steps before."""
 
         model.loss_observer = self._add
 

@@ -55,7 +55,7 @@ def _find_short_file(checkpoint: Path) -> str | None:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a checkpoint is whole."""
+    """Return whether a checkpoint is whole."""
     return find_damage(path) is None
 
 

@@ -36,7 +36,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def is_half_written(path: Path) -> bool:
-    """Whether the writing of a checkpoint was interrupted. One that is a file gets its name when it is whole."""
+    """Return whether the writing of a checkpoint was interrupted. One that is a file gets its name when it is whole."""
     return path.is_dir() and not (path / INDEX).is_file()
 
 

@@ -56,7 +56,7 @@ class RemoteCheckpoint:
 
     @property
     def is_complete(self) -> bool:
-        """Whether its upload was finished: a single object is there entirely or not at all."""
+        """Return whether its upload was finished: a single object is there entirely or not at all."""
         return self.name in self.files or f"{self.name}/{INDEX}" in self.files
 
 

@@ -35,7 +35,7 @@ class DivergenceError(UserError):
 
 
 def is_wrong(loss: float, before: Sequence[float], guard: GuardConfig) -> bool:
-    """Whether a loss is not finite, or a spike over the median of the `guard.spike_window` losses before."""
+    """Return whether a loss is not finite, or a spike over the median of the `guard.spike_window` losses before."""
     if not math.isfinite(loss):
         return True
     if guard.spike_factor is None or len(before) < guard.spike_window:

@@ -24,7 +24,7 @@ LEAST_JUDGED_SIDE = 24
 
 
 def is_location(key: str) -> bool:
-    """Whether a key is the location of data or weights, which a dry run does not need."""
+    """Return whether a key is the location of data or weights, which a dry run does not need."""
     field, _ = find_field(Config, key)
     return field is not None and isinstance(field.metadata.get(CHECK), Location)
 

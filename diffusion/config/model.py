@@ -28,12 +28,12 @@ class Architecture(str, Enum):
 
     @property
     def is_tiny(self) -> bool:
-        """Whether it is one of the families for tests, whose VAE and text encoder may be random."""
+        """Return whether it is one of the families for tests, whose VAE and text encoder may be random."""
         return self.value.startswith("tiny")
 
     @property
     def is_transformer(self) -> bool:
-        """Whether the network is a transformer; otherwise it is a U-Net."""
+        """Return whether the network is a transformer; otherwise it is a U-Net."""
         return "transformer" in self.value
 
 

@@ -32,7 +32,7 @@ _MIN_LENGTH = 8
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether the value of a key or environment variable of this name is a secret."""
+    """Return whether the value of a key or environment variable of this name is a secret."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-. ]", "_", name)
     return _SECRET_NAME.search(words.lower()) is not None
 

@@ -64,7 +64,7 @@ _LEFTOVER = re.compile(rf"\..+\.[0-9]+-[0-9a-f]+{re.escape(PARTIAL)}")
 
 
 class TierCounts(NamedTuple):
-    """What a rank has read since its data was opened."""
+    """Counts of a rank's reads since its data was opened."""
 
     samples: int = 0
     """Samples of streams that have a remote."""
@@ -80,7 +80,7 @@ class TierCounts(NamedTuple):
     """Bytes of samples, from the disk."""
 
     def since(self, before: "TierCounts") -> "TierCounts":
-        """What has been added."""
+        """Return the difference to an earlier count."""
         return TierCounts(*(now - then for now, then in zip(self, before, strict=True)))
 
 
@@ -230,7 +230,7 @@ class StreamShards:
         return self.folder / self.index.shards[shard].raw.name
 
     def is_here(self, shard: int) -> bool:
-        """Whether a shard is on this machine."""
+        """Return whether a shard is on this machine."""
         return self.path(shard).exists()
 
     def check_sizes(self, part: slice) -> None:

@@ -106,7 +106,7 @@ class TextImageDataset(Dataset):
         self.first_samples = [0, *ends[:-1]]
         """Number of the first sample of each stream among the samples of all streams."""
         self.substitutes: list[Substitutes] = []
-        """Of each stream."""
+        """Substitutes of each stream."""
         self._convert_to_srgb = [tokenize is not None and converts_to_srgb(location) for location in locations]
         for number, (stream, location) in enumerate(zip(self.streams, locations, strict=True)):
             stream.check_sizes(slice(rank, None, num_ranks))
@@ -263,7 +263,7 @@ _REMEDIES = {
     ),
     "latent_logvar": "objective.posterior is sample: set it to mean, or run scripts/encode.py without --mean-only",
 }
-"""What to do about a column that is not there."""
+"""Remedies for a missing column."""
 
 
 def read_scores(metadata: Mapping[str, Any], names: Sequence[str]) -> NDArray[np.float32]:

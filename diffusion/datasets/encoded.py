@@ -1,4 +1,4 @@
-"""What encoded data was made with, and whether that is what a run needs."""
+"""Models and settings that encoded data was made with, and the comparison with those of a run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
@@ -35,7 +35,7 @@ class EncodedManifest:
     """Side of the encoded squares, in pixels; of buckets with a size of their own, the side of as large a square."""
 
     mean_only: bool
-    """Whether the log-variance is absent (`--mean-only`)."""
+    """True if the log-variance is absent (`--mean-only`)."""
 
     precision: str
     """Precision of the VAE's forward pass: `fp32` or `bf16`."""
@@ -62,7 +62,7 @@ class EncodedManifest:
     """Images of a forward pass, cut from each prepared shard: part of what the bytes depend on, through rounding."""
 
     code: str = CODE
-    """What was computed and stored, as a version of its own."""
+    """Version of what is computed and stored."""
 
     version: int = VERSION
     kind: str = ENCODED

@@ -57,7 +57,7 @@ _DECODER_ERRORS = (
     *(OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, AttributeError, ArithmeticError),
     *(RuntimeError, struct.error, zlib.error),
 )
-"""What Pillow's decoders raise on damaged or hostile files."""
+"""Exceptions of Pillow's decoders on damaged or hostile files."""
 
 
 _GREY_STEPS = {"L;2": 85, "L;4": 17}

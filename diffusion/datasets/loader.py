@@ -122,7 +122,7 @@ def train_loader(
 
 
 def order_settings(config: DataConfig, seed: int) -> OrderSettings:
-    """What the order of samples depends on besides the data."""
+    """Settings of the order of samples."""
     return OrderSettings(
         seed=seed,
         global_batch_size=config.global_batch_size,

@@ -69,7 +69,7 @@ class BucketEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """What one run added; a data set that never grew has one generation."""
+    """Samples that one preparation added; a data set that never grew has one generation."""
 
     partitions: int
     """Parts of the sources that were read."""
@@ -108,7 +108,7 @@ class PreparedManifest:
 
     @property
     def convert_to_srgb(self) -> bool:
-        """Whether images are converted to sRGB when they are decoded; not in data of earlier versions."""
+        """Return whether images are converted to sRGB when they are decoded; not in data of earlier versions."""
         return bool(self.settings.get("convert_to_srgb"))
 
     @classmethod

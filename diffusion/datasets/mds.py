@@ -304,7 +304,7 @@ _DECODERS: dict[str, Callable[[bytes], Any]] = {
     "json": json.loads,
     "int32": lambda data: struct.unpack("<i", data)[0],
 }
-"""Of the columns of prepared data; Streaming's take seconds to import."""
+"""Decoders of the columns of prepared data; Streaming's take seconds to import."""
 
 
 # Writing, and what an index says.

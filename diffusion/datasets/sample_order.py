@@ -51,7 +51,7 @@ _SHARDS, _PIECES, _BLOCK, _STAGGER, _OFFSET = range(5)
 
 @dataclass(frozen=True, kw_only=True)
 class StreamShape:
-    """What the order has to know of a stream."""
+    """Numbers of samples of a stream, for the order."""
 
     name: str
     samples_per_shard: Integers
@@ -66,7 +66,7 @@ class StreamShape:
 
 @dataclass(frozen=True, kw_only=True)
 class OrderSettings:
-    """What the order depends on besides the data and the epoch; the fields are explained in `config.data`."""
+    """Settings of the order; the fields are explained in `config.data`."""
 
     seed: int
     global_batch_size: int
@@ -90,7 +90,7 @@ class OrderSettings:
 
     @property
     def shuffling(self) -> str:
-        """What is shuffled, in words."""
+        """Description of the shuffled units."""
         if not self.shuffle:
             return "none"
         return "shard" if self.shuffle_block_size is None else f"block of {self.shuffle_block_size}"
@@ -307,7 +307,7 @@ class LanePass:
 
 
 class StreamLanes:
-    """What all lanes read of one stream in one epoch.
+    """Samples of one stream that all lanes read in one epoch.
 
     Args:
         axis: the stream, of N samples.
@@ -484,7 +484,7 @@ class GlobalOrder:
 
 
 def describe_changes(there: Mapping[str, object], here: Mapping[str, object]) -> list[str]:
-    """What makes two orders differ, from their fingerprints; nothing if they are the same."""
+    """Describe the differences between two orders, from their fingerprints; empty if they are the same."""
     return [
         f"{name} (was {there.get(name)}, is {here.get(name)})"
         for name in sorted(here.keys() | there.keys())

@@ -41,7 +41,7 @@ class StreamLocation:
     remote: str | None
     local: str
     section: str = "data"
-    """Of the configuration, whose `streams` name it."""
+    """Section of the configuration whose `streams` name it."""
 
     proportion: float | None = None
     repeat: float | None = None

@@ -1,1 +1,1 @@
-"""Whether a trained model is any good."""
+"""Evaluation of trained models."""

@@ -197,7 +197,7 @@ class Evaluation:
         return tasks
 
     def _is_done(self, result: Result, expected: Mapping[str, Protocol | None]) -> bool:
-        """Whether the file of a result has all numbers; on the first rank the result gets those that it has.
+        """Check that the file of a result has all numbers; on the first rank the result gets those that it has.
 
         Args:
             result: the result without numbers.

@@ -151,7 +151,7 @@ class Check:
 
 
 def is_shown(check: Check, found: Sequence[Detection]) -> bool:
-    """Whether detected objects pass a check."""
+    """Return whether detected objects pass a check."""
     taken: list[list[Detection]] = []
     for wanted in check.include:
         same = [one for one in found if one.label == wanted.label]
@@ -256,7 +256,7 @@ class ObjectChecks(Suite[Check]):
         return [self.name, *(f"{self.name}/{category}" for category in found)]
 
     def judge(self, item: Check, image: Image.Image) -> bool:
-        """Whether an image passes its check."""
+        """Return whether an image passes its check."""
         colours = list(dict.fromkeys(one.colour for check in self.items for one in check.include if one.colour))
         names = colours if self.config.suite == SHAPES else list(COLOUR_NAMES) if colours else []
         labels = list(dict.fromkeys(one.label for one in (*item.include, *item.exclude)))

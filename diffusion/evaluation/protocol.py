@@ -29,7 +29,7 @@ RESULTS = "results"
 
 
 def is_of_category(name: str) -> bool:
-    """Whether a number is of one category of prompts, `NUMBER/CATEGORY`."""
+    """Return whether a number is of one category of prompts, `NUMBER/CATEGORY`."""
     return "/" in name and not name.startswith(f"{VALIDATION_LOSS}/")
 
 

@@ -83,7 +83,7 @@ class Thing:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scene:
-    """What an image shows and how its caption says it."""
+    """Content of an image, and how its caption says it."""
 
     things: tuple[Thing, ...]
     """One to four objects, in the order of the caption."""

@@ -108,7 +108,7 @@ class Watcher:
                     time.sleep(self.config.poll_seconds)
 
     def _find_task(self) -> tuple[bool, tuple[int, str] | None]:
-        """Whether this watcher ends; or else the number of a run and a checkpoint whose lease was acquired, or None."""
+        """Return True at the end; else the number of a run and a checkpoint whose lease was acquired, or None."""
         for run, loggers in zip(self.runs, self._loggers, strict=True):
             run.update()
             loggers.write(run.rows)
@@ -177,7 +177,7 @@ class Entry:
     """Reason for skipping it; None if it was evaluated."""
 
     is_last: bool
-    """Whether it is the checkpoint of the last step in the run's configuration."""
+    """True if it is the checkpoint of the last step in the run's configuration."""
 
     host: str
     pid: int

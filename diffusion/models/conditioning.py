@@ -211,7 +211,7 @@ class Conditioner:
         return Conditioning(text.hidden, text.pooled, numbers.expand(len(token_ids), -1))
 
     def _mask(self, token_ids: Tensor) -> Tensor | None:
-        """Whether a token [B, L] is no padding: up to the first end of each chunk; later chunks may be empty."""
+        """Mask [B, L] without padding: up to the first end of each chunk; later chunks may be empty."""
         if isinstance(self._text_encoder, LanguageModel):
             return self._text_encoder.mask(token_ids)
         if not self._is_masked:

@@ -402,7 +402,7 @@ class LatentDiffusion(ComposerModel):
 
     @cached_property
     def _has_fixed_weights(self) -> bool:
-        """Whether weights of the network are frozen, as under LoRA; cached, because each step needs it."""
+        """Return whether weights of the network are frozen, as under LoRA; cached, because each step needs it."""
         return not all(parameter.requires_grad for parameter in self.network.parameters())
 
     @torch.no_grad()

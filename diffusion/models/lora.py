@@ -57,7 +57,7 @@ def _peft_config(config: LoraConfig) -> Any:
 
 
 def has_lora(weights: Mapping[str, Tensor]) -> bool:
-    """Whether weights include matrices of LoRA."""
+    """Return whether weights include matrices of LoRA."""
     return any(name.endswith(_A) for name in weights)
 
 

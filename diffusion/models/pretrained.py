@@ -202,12 +202,12 @@ def load_language_model(folder: str, pad_token_id: int) -> LanguageModel:
 
 
 def is_pipeline(path: str | Path) -> bool:
-    """Whether a path is a folder in the diffusers layout."""
+    """Return whether a path is a folder in the diffusers layout."""
     return (Path(path).expanduser() / PIPELINE_INDEX).is_file()
 
 
 def is_single_file(path: str | Path) -> bool:
-    """Whether a path is one file with the weights of a model."""
+    """Return whether a path is one file with the weights of a model."""
     return Path(path).suffix in (".safetensors", ".ckpt")
 
 

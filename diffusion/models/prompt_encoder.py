@@ -28,7 +28,7 @@ FOLDER, CONFIG, WEIGHTS = "text_adapter", "config.json", "model.safetensors"
 
 
 def has_own_encoding(config: ModelConfig) -> bool:
-    """Whether a pipeline's own encoding of prompts is not that of the model."""
+    """Return whether a pipeline's own encoding of prompts is not that of the model."""
     return config.text_encoder.chunks > 1 or config.text_encoder.path is not None
 
 

@@ -34,7 +34,7 @@ class LanguageModel(nn.Module):
         return hidden_width(self.text_encoder.config)
 
     def mask(self, token_ids: Tensor) -> Tensor:
-        """Whether a token [B, L] is no padding. The first never is: some tokenizers give the empty caption no token."""
+        """Mask [B, L] of tokens that are no padding; the first always counts, as the empty caption may have no token."""
         mask = token_ids != self.pad_token_id
         mask[:, 0] = True
         return mask

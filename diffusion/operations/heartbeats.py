@@ -67,7 +67,7 @@ class HeartbeatRecord(ProcessRecord):
     """Class and message of its error."""
 
     is_lasting: bool = False
-    """Whether a restart meets the same error again."""
+    """True if a restart meets the same error again."""
 
 
 class HeartbeatFile:

@@ -32,7 +32,7 @@ _MANY_USERS = 3
 
 
 class Kind(str, Enum):
-    """What an item is."""
+    """Kind of an item."""
 
     prepared = "prepared data"
     encoded = "encoded data"
@@ -209,7 +209,7 @@ def inventory_rows(items: Sequence[Item], storage_price: float | None) -> list[t
 
 @dataclass(frozen=True, kw_only=True)
 class Expense:
-    """What a run has used, and its price."""
+    """Resources that a run has used, and their price."""
 
     name: str
     amount: str

@@ -218,7 +218,7 @@ class Applicant:
         """Holder of the lease at the last attempt."""
 
         self.is_held = False
-        """Whether the holder is known to be alive: as a process of this host, or because it has renewed the lease."""
+        """True if the holder is known to be alive: as a process of this host, or because it has renewed the lease."""
 
     def acquire(self) -> Lease | None:
         """Acquire the lease, or return None while its holder may be alive.

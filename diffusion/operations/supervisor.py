@@ -51,10 +51,10 @@ class Ending:
     """Completed steps of the run; -1 if this start completed none."""
 
     is_lasting: bool = False
-    """Whether a restart meets the same error again."""
+    """True if a restart meets the same error again."""
 
     is_growing: bool = False
-    """Whether the supervisor ended it, to start it on more hosts."""
+    """True if the supervisor ended it, to start it on more hosts."""
 
 
 class Restarts:

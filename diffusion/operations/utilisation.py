@@ -27,7 +27,7 @@ class Counters:
 
     clock: float
     cpu_busy: float
-    """Of all cores that this process may use: time spent computing, waiting for I/O, and in total."""
+    """Seconds of all cores that this process may use: time spent computing, waiting for I/O, and in total."""
 
     cpu_waiting: float
     cpu_total: float
@@ -115,13 +115,13 @@ class LoaderSettings:
     """Settings of the loader that matter for its bottleneck."""
 
     num_workers: int
-    """Of a rank."""
+    """Loader workers of a rank."""
 
     num_cores: int
-    """Of the machine."""
+    """Cores of the machine."""
 
     decodes: bool
-    """Whether images are decoded during training."""
+    """True if images are decoded during training."""
 
     has_cache_limit: bool = False
 

@@ -1,1 +1,1 @@
-"""What a run will take, before it starts."""
+"""Time, memory, storage and price of a run, before it starts."""

@@ -116,7 +116,7 @@ class FleetRun:
     """Recommended."""
 
     problems: list[str]
-    """What keeps the run from starting on the fleet."""
+    """Reasons for which the run cannot start on the fleet."""
 
     @property
     def cost(self) -> float | None:
@@ -157,7 +157,7 @@ class Budget:
 
     @property
     def gpu_hours(self) -> float:
-        """Of all runs."""
+        """GPU hours of all runs."""
         return sum(plan.gpu_hours or 0.0 for plan in self.plans)
 
     @property

@@ -59,7 +59,7 @@ ASSUMPTIONS = [
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run takes. None: unknown."""
+    """Time, operations and memory of a run. None: unknown."""
 
     run_name: str
     num_iterations: int

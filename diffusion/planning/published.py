@@ -21,13 +21,13 @@ PRICE_PER_A100_HOUR = 2.0
 """In dollars."""
 
 TRAINING_A100_HOURS, LATENTS_A100_HOURS = 20_051, 3_784
-"""Of the published run: training, and latents computed beforehand."""
+"""GPU hours of the published run: training, and latents computed beforehand."""
 
 HARDWARE_FAILURES = 2
-"""Of the published run's training: few to estimate a rate from."""
+"""Failures in the published run's training: few to estimate a rate from."""
 
 ORIGINAL_A100_HOURS = 200_000
-"""Of Stable Diffusion 2's own training."""
+"""GPU hours of Stable Diffusion 2's own training."""
 
 EARLIER_COST = 160_000
 """In dollars, of MosaicML's earlier estimate for the same model."""
@@ -40,7 +40,7 @@ class Claim(NamedTuple):
     figure: str
     source: str
     note: str = ""
-    """What contradicts it, or what it depends on."""
+    """Contradictions and conditions."""
 
     def __str__(self) -> str:
         return f"{self.subject}: {self.figure} ({self.source}){'; ' if self.note else ''}{self.note}"

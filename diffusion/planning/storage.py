@@ -171,10 +171,10 @@ class TierPlan:
     """All samples."""
 
     node_bytes: float | None
-    """What a node reads in an epoch and keeps on its disk without a limit; everything without a remote."""
+    """Bytes that a node reads in an epoch and keeps on its disk without a limit; all of the data without a remote."""
 
     disk_bytes: float | None
-    """What a node keeps with `data.cache_limit`."""
+    """Bytes that a node keeps with `data.cache_limit`."""
 
     epoch_bytes: float | None
     """Downloads of a node in each epoch after the first."""

@@ -1,4 +1,4 @@
-"""What the conditions of a selection cost, and examples of what they reject."""
+"""Images that each condition of a selection rejects: their number, and examples."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What a condition costs."""
+    """Images that a condition rejects."""
 
     condition: str
     """Reason of the rejections; empty for those of the scan."""

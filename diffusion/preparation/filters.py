@@ -43,7 +43,7 @@ _SPACE = r"\s\v\x1c-\x1f\x{85}\pZ"
 """White space as Python's `str.split` takes it, for a class of a regular expression of RE2."""
 
 _WORD = r"\pL\pN_"
-"""What words are made of."""
+"""Characters of words."""
 
 _TRIMMED = " \t\n\r\v\f\xa0"
 
@@ -81,7 +81,7 @@ class Conditions:
     """In the order in which they are applied."""
 
     keys: list[str]
-    """Of the sources' metadata, for the filters."""
+    """Columns of the sources' metadata that filters read."""
 
     types: Mapping[str, str]
     """SQL type of the keys that `where` names."""

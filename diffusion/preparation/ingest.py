@@ -43,7 +43,7 @@ _MOST_MESSAGES = 50_000
 """Messages that are held at a time; SQS allows 120,000."""
 
 _BODY_CHARACTERS = 1_000
-"""Of a message in the list of dead letters."""
+"""Characters of a message in the list of dead letters."""
 
 
 class Arrival(NamedTuple):

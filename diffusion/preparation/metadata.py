@@ -70,7 +70,7 @@ MEASURES = ("width", "height", "bytes", "format", "xxh128", "phash", "sharpness"
 """Columns that filters know by these names; other names are those of scores, or keys of the source's metadata."""
 
 MEMORY = "40%"
-"""Of the machine or container, for DuckDB; what does not fit goes to a temporary folder."""
+"""Share of the memory of the machine or container for DuckDB; more goes to a temporary folder."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class MetadataDatabase:
     connection: "duckdb.DuckDBPyConnection"
 
     folder: Path
-    """Of the parquet files, on this machine."""
+    """Folder of the parquet files, on this machine."""
 
     scores: Mapping[str, Collection[int]]
     """Parts that have scores, by folder below `scores`."""

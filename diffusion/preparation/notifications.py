@@ -29,7 +29,7 @@ class Message:
 
     id: str
     receipt: str
-    """What deletes it; that of the last delivery."""
+    """Handle that deletes it, of the last delivery."""
     num_deliveries: int
     body: str
     objects: Mapping[str, int]

@@ -46,7 +46,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 """EBADF: NFS locks only what can be opened for writing, which a folder cannot."""
 
 _ALLOWED = (WRITER, LISTINGS, REMOVED, REREAD, DEAD_LETTERS, "lost+found")
-"""What may be there before the first scan has begun."""
+"""Names that may be there before the first scan has begun."""
 
 
 @contextmanager

@@ -74,7 +74,7 @@ def load_plugin(plugin: Config, key: str) -> Any:
 
 
 def sees_gpu() -> bool:
-    """Whether this process was given a GPU."""
+    """Return whether this process was given a GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return visible not in ("", "-1", "NoDevFiles")

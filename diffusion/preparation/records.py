@@ -1,4 +1,4 @@
-"""What a source yields: images with their captions, and rejections of what is none."""
+"""Records of a source: images with their captions, and rejections."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from diffusion.errors import DataError
 
 
 class OutdatedError(DataError):
-    """What was listed or scanned is not what sources and settings say now; `--overwrite` prepares it again."""
+    """Sources or settings differ from those of an earlier scan; `--overwrite` prepares the data set again."""
 
 
 class NoColumnsError(DataError):
@@ -141,7 +141,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Partitions:
-    """What a source holds, compared with what was read of it before."""
+    """Content of a source, compared with what was read of it before."""
 
     new: Iterable[Partition]
     """A stream: a source may have 100,000 of them, with 100 million images."""
@@ -259,7 +259,7 @@ def decode_text(data: bytes) -> str:
 
 
 def has_surrogates(text: str) -> bool:
-    """Whether a text cannot be encoded as UTF-8."""
+    """Return whether a text cannot be encoded as UTF-8."""
     return not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text)
 
 

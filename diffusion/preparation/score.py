@@ -73,7 +73,7 @@ class _Step:
     """In the configuration."""
     plugin: Config
     identity: dict[str, Any]
-    """What determines the results, beside the images; as in `scores.json`."""
+    """Settings that determine the results, as in `scores.json`."""
     convert_to_srgb: bool
 
     @property
@@ -292,7 +292,7 @@ class _Worker:
 
 
 def _is_usable(row: dict[str, Any]) -> bool:
-    """Whether an image can be decoded; it may lack its captions."""
+    """Return whether an image can be decoded; it may lack its captions."""
     return row["reason"] == "" or (row["reason"] in WITHOUT_CAPTION and row["xxh128"] is not None)
 
 

@@ -71,7 +71,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Takedown:
-    """What was removed."""
+    """Result of a takedown."""
 
     marks: dict[str, list[int]]
     """Indices of all removed samples, of this time and before, by `<split>/<bucket>`."""

@@ -272,7 +272,7 @@ def samples_section(run: Run) -> dict[str, Any]:
 
 
 def data_table(run: Run) -> pd.DataFrame | None:
-    """What the run has read of each stream; None for the configuration of another version."""
+    """Count the samples read of each stream; None for the configuration of another version."""
     if run.config is None:
         return None
     streams = plan_epoch(run.config, run.num_steps * run.config.data.global_batch_size).streams

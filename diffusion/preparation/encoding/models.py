@@ -20,7 +20,7 @@ from diffusion.models.pretrained import FrozenParts, module_identity, tokenizer_
 
 @dataclass(frozen=True, kw_only=True)
 class EncodingModels:
-    """What encodes, with the identities that the manifest holds."""
+    """VAE and text encoders, with the identities that the manifest holds."""
 
     vae: nn.Module
     """diffusers' AutoencoderKL."""

@@ -37,7 +37,7 @@ CHANGING = frozenset({"source", "counts", "sizes"})
 """Entries of a manifest that change when the prepared data grows."""
 
 _ALLOWED = (REMOVED, WRITER, WORK, "lost+found")
-"""What a folder may hold before anything is encoded."""
+"""Names that a folder may hold before anything is encoded."""
 
 MAX_DAMAGED = 10
 MAX_DAMAGED_FRACTION = 0.001
@@ -45,7 +45,7 @@ MAX_DAMAGED_FRACTION = 0.001
 
 @dataclass(frozen=True, kw_only=True)
 class ShardRecord:
-    """What a prepared shard was encoded to."""
+    """Encoded shards of a prepared shard."""
 
     source: str
     """Identity of the prepared shard."""
@@ -83,7 +83,7 @@ class Output:
     known: dict[str, list[ShardRecord]] = field(default_factory=dict)
     """Shards of the finished data set, by `<split>/<bucket>`."""
     records: dict[str, list[ShardRecord | None]] = field(default_factory=dict)
-    """Of each prepared shard, the known ones first; None where it is not encoded."""
+    """A record per prepared shard, the known ones first; None if it is not encoded."""
     removed: frozenset[str] = frozenset()
     """Hashes of the removed keys."""
 

@@ -1,4 +1,4 @@
-"""What is encoded: the data sets that are made of prepared data, and the shards that are missing."""
+"""Plan of an encoding: the data sets that are made of prepared data, and the shards that are missing."""
 
 import hashlib
 import math

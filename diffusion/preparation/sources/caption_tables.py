@@ -22,7 +22,7 @@ _LOOKED_AT = 1_000
 
 
 class Line(NamedTuple):
-    """What a line says about a file."""
+    """Captions and metadata of a file in a table."""
 
     file: str
     captions: list[Any]

@@ -108,7 +108,7 @@ def path_of(entry: str | Mapping[str, Any] | SourceConfig) -> str:
 
 
 def is_empty(entry: str | Mapping[str, Any] | SourceConfig) -> bool:
-    """Whether an entry is a folder, or could be one of a store, that holds no file yet."""
+    """Return whether an entry is a folder, or could be one of a store, that holds no file yet."""
     path = path_of(entry)
     if _is_web(path):  # A file.
         return False
@@ -172,7 +172,7 @@ def _root(text: str) -> str:
 
 
 def _is_file(path: str, shown_path: str) -> bool:
-    """Whether a path of this machine is that of a file; it may be a folder, too."""
+    """Return whether a path of this machine is that of a file; it may be a folder, too."""
     try:
         mode = os.stat(path).st_mode  # noqa: PTH116
     except (OSError, ValueError) as error:
@@ -262,7 +262,7 @@ def _open_folder(folder: str, name: str, settings: dict[str, Any]) -> Any:
 
 
 def _overlap(source: Source, other: Source) -> bool:
-    """Whether two sources of a kind share files."""
+    """Return whether two sources of a kind share files."""
     if type(source) is not type(other):
         return False
     if isinstance(source, HuggingFaceSource):

@@ -307,7 +307,7 @@ def key_of_item(source: str, item: str) -> str:
 
 
 def is_image_name(name: str) -> bool:
-    """Whether the extension of a file is that of an image."""
+    """Return whether the extension of a file is that of an image."""
     return posixpath.splitext(name)[1].lower() in EXTENSIONS
 
 

@@ -73,7 +73,7 @@ def printable(text: str) -> str:
 
 
 def matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Whether the parts of a path match those of a pattern, where `**` stands for any number of folders."""
+    """Return whether the parts of a path match those of a pattern, where `**` stands for any number of folders."""
     if not pattern:
         return not parts
     if pattern[0] == "**":
@@ -148,7 +148,7 @@ def stat_file(uri: str, top: str | None = None, name: str = "") -> Entry:
 
 
 def is_outside(path: str, top: str) -> bool:
-    """Whether a local path, with its links followed, lies outside a folder, of which `top` is the real path."""
+    """Return whether a local path, with its links followed, lies outside a folder, of which `top` is the real path."""
     return not os.path.realpath(path).startswith(top.rstrip("/") + "/")
 
 
