@@ -34,7 +34,7 @@ class LanguageModel(nn.Module):
         return hidden_width(self.text_encoder.config)
 
     def mask(self, token_ids: Tensor) -> Tensor:
-        """Mask [B, L] of tokens that are no padding; the first always counts, as the empty caption may have no token."""
+        """Mask [B, L] of tokens that are no padding; the first always counts: the empty caption may have no token."""
         mask = token_ids != self.pad_token_id
         mask[:, 0] = True
         return mask

@@ -322,7 +322,7 @@ def _meta_parts(config: ModelConfig) -> nn.ModuleList:
 
 @functools.cache
 def _largest_unit(model: str) -> int:
-    """Return the largest number of parameters: of a block, of the rest of the network together, and of the text adapter."""
+    """Return the largest number of parameters of a block, of the rest of the network, or of the text adapter."""
     config = parse_model(model)
     network, *adapter = _meta_parts(config)
     sizes = [_num_trained(block.parameters()) for block in find_blocks(network)]

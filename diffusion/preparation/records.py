@@ -181,7 +181,7 @@ def make_record(
         return Rejected(key, Reason.MISSING_CAPTION, location, detail, bare)
     if undecodable := next((text for text in texts if has_surrogates(text)), None):
         return Rejected(key, Reason.INVALID_UTF8, location, ascii(undecodable[:80]))
-    captions = [text.strip() for text in texts if text.strip()]
+    captions = [text.strip() for text in texts if has_text(text)]
     if not captions:
         return Rejected(key, Reason.EMPTY_CAPTION, location, record=bare)
     return Record(key, image, captions, metadata, location)
@@ -248,9 +248,9 @@ def _captions(text: bytes | None, metadata: dict[str, Any], column: str | None) 
 
 
 def has_text(captions: Any) -> bool:
-    """Check that a text, or one of a list, is more than white space."""
+    """Check that a text, or one of a list, is more than white space and characters without a width."""
     listed = captions if isinstance(captions, list) else [captions]
-    return any(isinstance(text, str) and bool(text.strip()) for text in listed)
+    return any(any(map(str.isprintable, text.replace(" ", ""))) for text in listed if isinstance(text, str))
 
 
 def decode_text(data: bytes) -> str:

@@ -104,9 +104,11 @@ _UNREAD = {
     f"tables are not read, and there are images without captions; a table is named {', '.join(TABLES)}": f"""
         SELECT file FROM files WHERE kind = 'other' AND lower(extension) IN ('.jsonl', '.csv', '.tsv', '.xlsx')
             AND EXISTS (FROM {_CAPTIONLESS})""",
-    "names in tables differ from files by backslashes or the Unicode form; write them as the files are named": """
+    "names in tables, or of captions, differ from files by backslashes or the Unicode form; write both alike": f"""
         SELECT e.file FROM (SELECT file FROM entries ANTI JOIN files USING (file)) AS e
-            JOIN files f ON nfc_normalize(replace(e.file, '\\', '/')) = nfc_normalize(f.file)""",
+            JOIN files f ON nfc_normalize(replace(e.file, '\\', '/')) = nfc_normalize(f.file) UNION ALL
+        SELECT f.file FROM {_CAPTIONLESS} JOIN files f ON nfc_normalize(f.stem) = nfc_normalize(i.stem)
+            WHERE f.kind IN ('text', 'json')""",
 }
 """Likely mistakes in the names of files, and the queries for these files."""
 

@@ -288,8 +288,9 @@ class TestFolder:
             ("0.png.txt", "one", "name it as the image"),
             ("captions.jsonl", '{"file_name": "0.png", "text": "one"}', "a table is named metadata.jsonl"),
             ("metadata.tsv", "file_name\ttext\n0.png\tone\n", "a table is named metadata.jsonl"),
-            ("metadata.jsonl", '{"file_name": "sub\\\\1.png", "text": "one"}', "write them as the files are named"),
-            ("metadata.jsonl", '{"file_name": "e\\u0301.png", "text": "one"}', "write them as the files are named"),
+            ("metadata.jsonl", '{"file_name": "sub\\\\1.png", "text": "one"}', "write both alike"),
+            ("metadata.jsonl", '{"file_name": "e\\u0301.png", "text": "one"}', "write both alike"),
+            ("e\u0301.txt", "one", "write both alike"),
         ],
     )
     def test_files_that_look_like_captions_and_are_not_read_are_named(self, tmp_path, caplog, name, content, message):
@@ -922,6 +923,12 @@ def test_denied_access_to_a_store_is_no_rejection(monkeypatch):
     for read_one in (lambda: read_file("s3://b/x.png", 10), lambda: open_file("s3://b/x.tar")):
         with pytest.raises(MachineError, match="x"):
             read_one()
+
+
+@pytest.mark.parametrize("caption", ["", " \n\t", "\u00a0", "\u200b", "\ufeff\u2060 \u200d"])
+def test_a_caption_without_a_visible_character_is_empty(caption):
+    assert reasons([make_record("k", b"", caption, {}, Location(file=""))]) == ["empty_caption"]
+    assert reasons([make_record("k", b"", [caption, "a\u200db"], {}, Location(file=""))]) == [["a\u200db"]]
 
 
 def test_metadata_that_is_nested_too_deeply_rejects_its_image_only(tmp_path):
