@@ -6,9 +6,8 @@ from pathlib import Path
 
 from diffusion.config.checks import check, is_location, missing_locations
 from diffusion.config.fields import check_sections
-from diffusion.config.loading import load_complete, load_config
+from diffusion.config.loading import load_complete, load_config, to_public_yaml
 from diffusion.config.schema import Config
-from diffusion.config.secrets import to_public_yaml
 from diffusion.distributed import rank, world_size
 from diffusion.evaluation.config import EvaluationConfig
 from diffusion.launch import CommandParser

@@ -22,8 +22,8 @@ from transformers import CLIPTextModel
 
 from diffusion.checkpointing.layout import batch_of
 from diffusion.config.frozen import FrozenPaths
+from diffusion.config.loading import to_public_yaml
 from diffusion.config.schema import Config, Task
-from diffusion.config.secrets import to_public_yaml
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import ConfigurationError, DataError, MachineError, error_context, first_line
 from diffusion.evaluation.protocol import Result, table

@@ -50,9 +50,9 @@ from diffusion.checkpointing.resume import (
 from diffusion.checkpointing.roll_back import roll_back
 from diffusion.config.checks import check, check_machine, num_batches, resolve_device, steps_of
 from diffusion.config.data import Shuffling, microbatch_size
+from diffusion.config.loading import to_public_yaml
 from diffusion.config.model import Posterior
 from diffusion.config.schema import Config, Task
-from diffusion.config.secrets import to_public_yaml
 from diffusion.config.training import Decay, Device, OptimizerName, Parallelism, Precision
 from diffusion.datasets.batch import num_samples, split_batch
 from diffusion.datasets.dataset import TrainingDataset

@@ -25,9 +25,9 @@ from diffusion.callbacks.stream_losses import StreamLosses
 from diffusion.checkpointing.resume import CheckpointStorage
 from diffusion.config.checks import steps_of
 from diffusion.config.data import Mixing, Representation
+from diffusion.config.loading import to_public_yaml
 from diffusion.config.model import Compilation
 from diffusion.config.schema import Config
-from diffusion.config.secrets import to_public_yaml
 from diffusion.config.training import Device, Parallelism
 from diffusion.datasets.dataset import TextImageDataset, TrainingDataset
 from diffusion.distributed import num_cores

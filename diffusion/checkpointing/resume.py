@@ -20,9 +20,8 @@ from diffusion.checkpointing.layout import list_checkpoints, remove_copy, remove
 from diffusion.checkpointing.read import check_safe, read_config, read_index
 from diffusion.checkpointing.remote import RemoteCheckpoint, RemoteCheckpoints
 from diffusion.config.checks import is_location
-from diffusion.config.loading import to_yaml
+from diffusion.config.loading import to_public_yaml, to_yaml
 from diffusion.config.schema import Config, Task
-from diffusion.config.secrets import to_public_yaml
 from diffusion.config.training import Parallelism
 from diffusion.distributed import agree, local_rank, on_first_rank, rank
 from diffusion.errors import ConfigurationError, DataError, MachineError

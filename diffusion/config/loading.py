@@ -27,6 +27,7 @@ from diffusion.config.documentation import (
     split_optional,
 )
 from diffusion.config.schema import Config
+from diffusion.config.secrets import redact, redact_arguments
 from diffusion.errors import ConfigurationError, first_line, raise_all, similar_names
 
 COMMAND_LINE = "command line"
@@ -122,6 +123,11 @@ def to_dict(config: Any) -> dict[str, Any]:
 def to_yaml(config: Any) -> str:
     """Write a configuration as YAML, in the order of the schema; `load` reads it back to an equal configuration."""
     return dump(to_dict(config))
+
+
+def to_public_yaml(config: Any) -> str:
+    """Write a configuration as YAML without secrets, for files that others may read."""
+    return dump(redact(to_dict(config)))
 
 
 def dump(values: Any) -> str:
@@ -271,8 +277,6 @@ def _read_file(path: Path, named_in: str = "") -> _Source:
 
 def _read_override(override: str) -> list[_Source]:
     """Parse `key.sub=value`, whose value is YAML. A number in the key addresses an element of a list."""
-    from diffusion.config.secrets import redact_arguments  # It imports this module.
-
     where = f"'{redact_arguments([override])[0]}' ({COMMAND_LINE})"
     key, equals, text = override.partition("=")
     names = re.sub(r"\[(\d+)\]", r".\1", key.strip()).split(".")

@@ -5,8 +5,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diffusion.config.loading import dump, to_dict
-
 HIDDEN = "***"
 """Replaces a secret."""
 
@@ -58,11 +56,6 @@ def redact(value: Any) -> Any:
     value = _USER_IN_URL.sub(f"{HIDDEN}@", value)
     value = _SIGNATURE_IN_URL.sub(rf"\1{HIDDEN}", value)
     return _KNOWN_SHAPES.sub(HIDDEN, value)
-
-
-def to_public_yaml(config: Any) -> str:
-    """Write a configuration as YAML without secrets, for files that others may read."""
-    return dump(redact(to_dict(config)))
 
 
 def redact_arguments(arguments: Sequence[str]) -> list[str]:

@@ -15,8 +15,7 @@ from composer import Callback, Logger, State
 from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of, list_checkpoints
 from diffusion.checkpointing.resume import check_changes, group_settings
-from diffusion.config.loading import load_config
-from diffusion.config.secrets import to_public_yaml
+from diffusion.config.loading import load_config, to_public_yaml
 from diffusion.errors import ConfigurationError
 from diffusion.formats.run_folder import FINISHED, TRAIN_LOSS, read_metrics, series
 from diffusion.loading import load_config_of

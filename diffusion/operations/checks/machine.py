@@ -28,7 +28,7 @@ _RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
 
 
 def check_machines(config: Config, device: Device) -> None:
-    """Check each machine at the start of training, in a fraction of a second; called by all ranks.
+    """Check each machine at the start of training. To be called by all ranks.
 
     Raises:
         MachineError: on all ranks, if a machine lacks something.

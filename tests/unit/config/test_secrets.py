@@ -2,9 +2,9 @@
 
 import pytest
 
-from diffusion.config.loading import load
+from diffusion.config.loading import load, to_public_yaml
 from diffusion.config.schema import Config
-from diffusion.config.secrets import is_secret_name, redact, redact_arguments, to_public_yaml
+from diffusion.config.secrets import is_secret_name, redact, redact_arguments
 from diffusion.config.training import Plugin
 from diffusion.errors import ConfigurationError
 

@@ -15,9 +15,8 @@ import torch
 
 from diffusion.checkpointing.layout import list_checkpoints
 from diffusion.checkpointing.save import write_file
-from diffusion.config.loading import load_config
+from diffusion.config.loading import load_config, to_public_yaml
 from diffusion.config.schema import Config
-from diffusion.config.secrets import to_public_yaml
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.formats.run_folder import BUDGET, COSTS, FINISHED, LEASE, SUPERVISED, find_runs
 from diffusion.operations.costs import CostsFile, Kind, StartCosts
