@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from diffusion.datasets.manifest import MANIFEST, REMOVED_SAMPLES
 from diffusion.datasets.mds import INDEX, Layout, SampleDecoder, stored_file
-from diffusion.errors import DataError
+from diffusion.errors import DataError, first_line
 from diffusion.preparation.layout import SPLITS
 from diffusion.preparation.records import (
     Location,
@@ -44,6 +45,9 @@ from diffusion.preparation.sources.tables import CAPTION_COLUMNS, IMAGE_COLUMNS
 from diffusion.storage import join, shown
 
 _JSON_BYTES = 2**30
+_STREAMED = {"br": "brotli", "bz2": "bz2", "gz": "gzip", "zstd": "zstd"}
+"""Compressions of shards that Arrow reads as a stream, by the name that Streaming gives them."""
+
 _AS_THEY_CAME = ("bytes", "jpeg", "png")
 _METADATA = ("str", "json", "int", "str_int", "str_float", "str_decimal")
 _NUMBERS = ("int", "uint", "float")
@@ -179,7 +183,7 @@ class MDSSource(Source):
         limit = self.image_limit() + self.text_limit() + 16 * self.row_limit()
         try:
             with self._opened(partition.file, shard) as file:
-                offsets, end = _offsets(file, shard)
+                offsets, end = _offsets(file, shard, partition.num_bytes)
                 for number in numbers:
                     try:
                         yield number, decode(_sample(file, number, offsets, end, limit))
@@ -192,13 +196,17 @@ class MDSSource(Source):
                 yield number, error
 
     @contextmanager
-    def _opened(self, name: str, shard: dict[str, Any]) -> Iterator[BinaryIO]:
-        """Open a shard, decompressed."""
+    def _opened(self, name: str, shard: dict[str, Any]) -> Iterator["BinaryIO | _Decompressed"]:
+        """Open a shard, to be read from front to back."""
         with self.open(name) as file:
+            codec = _STREAMED.get(str(shard["compression"]).partition(":")[0])
             if not shard["zip_data"]:
                 yield file
                 return
-            packed = file.read()
+            if codec:
+                yield _Decompressed(file, codec)
+                return
+            packed = file.read()  # By Snappy, which makes at most some twenty bytes of one.
         from streaming.base.compression import decompress  # Takes seconds.
 
         try:
@@ -211,6 +219,9 @@ class MDSSource(Source):
 
     def _record(self, key: str, values: dict[str, bytes], columns: _Columns, location: Location) -> Record | Rejected:
         ours = _OURS if self.prepared is not None else ()
+        texts_limit = 2 * self.text_limit() + 16 * self.row_limit()
+        if large := [name for name in values if name != columns.image and len(values[name]) > texts_limit]:
+            return Rejected(key, Reason.TOO_LARGE, location, f"{printable(large[0])}: {len(values[large[0]])} bytes")
         try:
             metadata = {
                 name: _decode(encoding, values[name])
@@ -296,7 +307,7 @@ def _shards_of(uri: str, version: str) -> Mapping[str, dict[str, Any]]:
         shards = list(_parsed(uri, version)["shards"])
         named = {stored_file(one)["basename"]: one for one in shards}
         for one in shards:
-            _ = stored_file(one)["bytes"]
+            _ = stored_file(one)["bytes"], one["raw_data"]["bytes"]
             _ = [one[name] for name in ("format", "column_names", "column_encodings", "column_sizes")]
             _ = range(one["samples"])
     except (KeyError, TypeError) as error:
@@ -310,9 +321,39 @@ def _shards_of(uri: str, version: str) -> Mapping[str, dict[str, Any]]:
     return named
 
 
-def _offsets(file: BinaryIO, shard: dict[str, Any]) -> tuple[list[int], int]:
-    """Return where the samples begin, and the end; and the size of the shard."""
-    end, num = file.seek(0, 2), shard["samples"]
+class _Decompressed:
+    """The content of a compressed file, read from front to back; little is held at once."""
+
+    def __init__(self, file: BinaryIO, codec: str) -> None:
+        self._file, self._codec, self._position = pa.CompressedInputStream(file, codec), codec, 0
+        self._damage = ""
+
+    def read(self, size: int) -> bytes:
+        try:
+            data = b"" if self._damage else self._file.read(size)
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            self._damage = first_line(error)
+        if self._damage:
+            raise UnfitFileError(Reason.DAMAGED_FILE, f"not {self._codec}: {self._damage}")
+        self._position += len(data)
+        return data
+
+    def seek(self, position: int) -> None:
+        """Go forward to a position, or to the end."""
+        while self._position < position and self.read(min(position - self._position, 2**20)):
+            pass
+        if self._position != position:
+            raise UnfitFileError(Reason.DAMAGED_FILE, f"no data at byte {position}")
+
+
+def _offsets(file: BinaryIO | _Decompressed, shard: dict[str, Any], num_bytes: int) -> tuple[list[int], int]:
+    """Return where the samples begin, and the end; and the size of the shard, of which `num_bytes` are stored."""
+    num = shard["samples"]
+    end = shard["raw_data"]["bytes"] if isinstance(file, _Decompressed) else file.seek(0, 2)
+    if num > num_bytes:
+        raise UnfitFileError(Reason.DAMAGED_FILE, f"{num_bytes} bytes, which cannot hold {num} samples")
     file.seek(0)
     head = file.read(min(4 * (num + 2), end // 4 * 4))
     numbers = np.frombuffer(head, "<u4").tolist()
@@ -321,7 +362,7 @@ def _offsets(file: BinaryIO, shard: dict[str, Any]) -> tuple[list[int], int]:
     return numbers[1:], end
 
 
-def _sample(file: BinaryIO, number: int, offsets: Sequence[int], end: int, limit: int) -> bytes:
+def _sample(file: BinaryIO | _Decompressed, number: int, offsets: Sequence[int], end: int, limit: int) -> bytes:
     """Read the bytes of a sample."""
     if number + 1 >= len(offsets):
         raise UnfitFileError(Reason.MISSING_IMAGE, "there is no such sample")
@@ -331,7 +372,10 @@ def _sample(file: BinaryIO, number: int, offsets: Sequence[int], end: int, limit
     if stop - start > limit:
         raise UnfitFileError(Reason.TOO_LARGE, f"a sample of {stop - start} bytes")
     file.seek(start)
-    return file.read(stop - start)
+    data = file.read(stop - start)
+    if len(data) < stop - start:
+        raise UnfitFileError(Reason.DAMAGED_FILE, f"the shard ends at byte {start + len(data)}")
+    return data
 
 
 def _is_metadata(encoding: str) -> bool:

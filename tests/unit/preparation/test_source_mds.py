@@ -1,12 +1,14 @@
 import io
 import json
 import os
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 from streaming import MDSWriter
+from streaming.base.compression import compress, decompress
 from streaming.base.format.mds.encodings import mds_encode
 
 from diffusion.datasets.mds import stored_file
@@ -184,6 +186,37 @@ class TestOthers:
         (folder / "index.json").write_text('{"shards": [{}]}')
         with pytest.raises(DataError, match="not the index of an MDS folder"):
             open_source(folder)
+
+    @pytest.mark.parametrize("compression", ["br", "bz2", "gz", "snappy", "zstd"])
+    def test_compressions(self, tmp_path, compression):
+        samples = [{"image": IMAGES["set/0000.png"], "caption": f"{number}"} for number in range(4)]
+        columns = {"image": "bytes", "caption": "str"}
+        items = read(write_mds(tmp_path / "set", columns, samples, compression=compression))
+        assert reasons(items) == [["0"], ["1"], ["2"], ["3"]]
+
+    @pytest.mark.parametrize("promised", [0, 2**27])
+    def test_a_shard_that_grows_is_not_held(self, tmp_path, promised):
+        columns, samples = {"image": "bytes", "caption": "str"}, [{"image": noise(4, 4), "caption": "x"}]
+        folder = write_mds(tmp_path / "set", columns, samples, compression="zstd:3")
+        (shard,) = folder.glob("*.zstd")
+        content = decompress("zstd:3", shard.read_bytes())
+        shard.write_bytes(compress("zstd:3", content + bytes(2**27 - len(content))))
+        index = json.loads((folder / "index.json").read_text())
+        index["shards"][0]["raw_data"]["bytes"] = promised or len(content)
+        (folder / "index.json").write_text(json.dumps(index))
+        tracemalloc.start()
+        items = read(folder)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert reasons(items) == [["x"]]
+        assert peak < 2**25
+
+    def test_large_texts_are_not_parsed(self, tmp_path):
+        samples = [{"image": b"", "captions": 20_000 * [0]}]
+        folder = write_mds(tmp_path / "set", {"image": "bytes", "captions": "json"}, samples)
+        assert reasons(read(folder, limits=LimitsConfig(max_metadata_kb=1, max_caption_characters=100))) == [
+            "too_large"
+        ]
 
     def test_damaged_compression(self, tmp_path):
         samples = [{"image": noise(12, 12, number), "caption": "x"} for number in range(6)]
