@@ -198,6 +198,10 @@ class LimitsConfig:
     """Memory in MiB of the decoded image, at 4 bytes a pixel: 640 are 167 megapixels. A worker takes up to three times
     that; with transparency or a colour profile, five times."""
 
+    max_decoding_seconds: int = bounded(120, min=1)
+    """CPU time of decoding the image; beyond it the worker is ended and the image rejected as `undecodable`. It needs
+    two `workers` or more, and not Ray. Choose it far above what sound images take on any of your machines."""
+
     max_image_mb: int = bounded(512, min=1, max=512)
     """Size of the image file in MiB."""
 
@@ -206,6 +210,9 @@ class LimitsConfig:
 
     max_caption_characters: int = bounded(20_000, min=1)
     """Characters of each caption."""
+
+    max_captions_kb: int = bounded(256, min=1)
+    """Size in KiB of the captions of an image together, where there are several."""
 
     max_word_characters: int = bounded(1_000, min=1)
     """Characters without white space in a caption: tokenizers take time by their square."""

@@ -51,6 +51,9 @@ _RAY_BLOCKS = 5_000
 _RAY_RETRIES = 20
 """Attempts for a group of tasks whose actor died; while Ray finds out that a node is lost, several fail at once."""
 
+_is_worker_process = False
+"""Whether this process is one of several workers of a machine, whose death the parent deals with."""
+
 _NODE_GROUP = "ray.io/node-group"
 """Label of the nodes that Ray's cluster launcher or KubeRay started: such a cluster may start more of them."""
 
@@ -244,8 +247,26 @@ def _start_process(gpus: str) -> tuple[Connection, subprocess.Popen[bytes]]:
     return ours, process
 
 
+@contextlib.contextmanager
+def limited_time(seconds: float) -> Iterator[None]:
+    """End this process if the block takes more CPU time, and it is one of several workers of a machine.
+
+    The kernel does so: a decoder does not return to Python before it is done. `on_death` deals with the task.
+    """
+    if not _is_worker_process:
+        yield
+        return
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
 def _serve(descriptor: int) -> None:
     """Do the tasks that come by a pipe; end at once when the parent does, which ends the pipe."""
+    global _is_worker_process
+    _is_worker_process = True
     connection = Connection(descriptor)
     sys.path[:], make = connection.recv()
     tasks: SimpleQueue[bytes] = SimpleQueue()

@@ -26,7 +26,7 @@ from diffusion.datasets.images import BYTES_PER_PIXEL, UndecodableImageError, de
 from diffusion.datasets.manifest import MANIFEST, SCAN
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.preparation.config import LimitsConfig, PrepareConfig
-from diffusion.preparation.engine import Workers, death_error, progress_bar, run
+from diffusion.preparation.engine import Workers, death_error, limited_time, progress_bar, run
 from diffusion.preparation.layout import (
     LISTINGS,
     METADATA,
@@ -70,7 +70,7 @@ Taken = Mapping[int, Mapping[str, str]]
 """Files that are taken: by the number of their source, their versions by name."""
 
 _VERSION = 2
-_ADDED = ("convert_to_srgb", "max_decoded_mb")
+_ADDED = ("convert_to_srgb", "max_decoded_mb", "max_decoding_seconds", "max_captions_kb")
 """Settings that data sets of earlier versions lack."""
 
 _FIELDS = tuple(one.name for one in fields(Partition) if one.name != "items")
@@ -405,7 +405,7 @@ _READ, _MEASURED = "r", "m"
 _MAX_DEADLY = 10
 """Images of a partition at which a worker may die; then the rest of it is rejected."""
 
-_DEADLY = "its decoder ends the process: it crashes, or takes more memory or time than there is"
+_DEADLY = "its decoder crashes, takes more memory than there is, or more time than limits.max_decoding_seconds"
 
 
 @contextmanager
@@ -479,7 +479,8 @@ class Scanner:
             }
             if not reason or reason in WITHOUT_CAPTION:
                 try:
-                    row |= self._measures(record.image)
+                    with limited_time(self._limits.max_decoding_seconds):
+                        row |= self._measures(record.image)
                 except UndecodableImageError as error:
                     reason, detail = error.reason, str(error)
         return row | {"reason": getattr(reason, "value", reason), "detail": clean_text(detail)}

@@ -236,6 +236,10 @@ class Source:
         """Bytes of the largest .txt: a byte-order mark and four bytes for each character."""
         return 4 * self.limits.max_caption_characters + 3
 
+    def captions_limit(self) -> int:
+        """Bytes of the captions of an image together, with the ends of the entries of a list."""
+        return self.limits.max_captions_kb * 2**10 + 8 * MAX_CAPTIONS
+
     def row_limit(self) -> int:
         """Bytes of the largest .json or line of a table."""
         return self.limits.max_metadata_kb * 2**10
@@ -253,6 +257,8 @@ def _excess(record: Record, limits: LimitsConfig) -> str:
         return f"{len(record.image)} bytes are more than limits.max_image_mb"
     if len(record.captions) > MAX_CAPTIONS:
         return f"{len(record.captions)} captions are more than {MAX_CAPTIONS}"
+    if len(record.captions) > 1 and sum(map(len, map(str.encode, record.captions))) > limits.max_captions_kb * 2**10:
+        return "its captions together are larger than limits.max_captions_kb"
     for caption in record.captions:
         if len(caption) > limits.max_caption_characters:
             return f"a caption of {len(caption)} characters is longer than limits.max_caption_characters"

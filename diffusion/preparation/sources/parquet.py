@@ -13,7 +13,14 @@ from diffusion.errors import DataError, first_line
 from diffusion.preparation.records import Partition, Partitions, Problem, Reason
 from diffusion.preparation.sources.base import compare, size_of_partitions
 from diffusion.preparation.sources.reading import Entry, UnfitFileError
-from diffusion.preparation.sources.tables import BATCH_ROWS, Batch, Columns, TableSource, raise_if_not_damage
+from diffusion.preparation.sources.tables import (
+    BATCH_BYTES,
+    BATCH_ROWS,
+    Batch,
+    Columns,
+    TableSource,
+    raise_if_not_damage,
+)
 from diffusion.storage import is_url
 
 _LOCAL_BUFFER = 2**20
@@ -146,14 +153,34 @@ def _cut(file: str, entry: Entry, rows: list[int] | None, size: int) -> list[Par
 
 
 def _batches(opened: pq.ParquetFile, group: int, start: int, names: list[str], num_bytes: int) -> Iterator[Batch]:
-    """Yield the rows of a row group; those after damage are lost."""
+    """Yield the rows of a row group, as many at once as memory allows; those after damage are lost."""
     stop = start + opened.metadata.row_group(group).num_rows
+    damage: list[str] = []
+    waiting: list[pa.RecordBatch] = []
+    size = 0
+    for row in _rows(opened, group, names, damage):
+        size += row.nbytes
+        if len(waiting) == BATCH_ROWS or size > BATCH_BYTES:
+            yield from _joined(waiting, group, start)
+            start += len(waiting)
+            waiting, size = [], row.nbytes
+        waiting.append(row)
+    yield from _joined(waiting, group, start)
+    start += len(waiting)
+    if damage:
+        # A damaged footer can claim any number of rows.
+        yield Batch(start, group, None, min(stop - start, max(num_bytes, 1)), f"row group {group}: {damage[0]}")
+
+
+def _rows(opened: pq.ParquetFile, group: int, names: list[str], damage: list[str]) -> Iterator[pa.RecordBatch]:
+    """Yield each row, since a few bytes of a file can be many large ones; note the damage after which they are lost."""
     try:
-        batches = opened.iter_batches(batch_size=BATCH_ROWS, row_groups=[group], columns=names, use_threads=False)
-        for batch in batches:
-            yield Batch(start, group, batch)
-            start += batch.num_rows
+        yield from opened.iter_batches(batch_size=1, row_groups=[group], columns=names, use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise_if_not_damage(error)
-        # A damaged footer can claim any number of rows.
-        yield Batch(start, group, None, min(stop - start, max(num_bytes, 1)), f"row group {group}: {first_line(error)}")
+        damage.append(first_line(error))
+
+
+def _joined(rows: list[pa.RecordBatch], group: int, start: int) -> Iterator[Batch]:
+    if rows:
+        yield Batch(start, group, rows[0] if len(rows) == 1 else pa.concat_batches(rows))

@@ -21,7 +21,7 @@ from diffusion.preparation.records import (
     make_record,
     not_successful,
 )
-from diffusion.preparation.sources.base import MAX_CAPTIONS, Source
+from diffusion.preparation.sources.base import Source
 from diffusion.preparation.sources.reading import UnfitFileError, printable, read_below
 from diffusion.storage import shown
 
@@ -31,8 +31,8 @@ CAPTION_COLUMNS = ("caption", "captions", "text", "prompt")
 _MIN_BASE64 = 48
 """Bytes of the smallest image in base64: a shorter text is a path."""
 
-BATCH_ROWS = 32
-"""Rows that are decoded at once."""
+BATCH_ROWS, BATCH_BYTES = 32, 2**25
+"""Maximum rows that are held at once, and their size in bytes beyond the first row."""
 
 
 class Columns(NamedTuple):
@@ -132,8 +132,9 @@ class TableSource(Source):
             return not_successful(key, metadata, location)
         captions = [batch.column(name)[at] for name in columns.captions]
         caption = next((one for one in captions if _has_text(one, self.text_limit())), captions[0])
-        if _bytes_of(caption) > self.text_limit() * (MAX_CAPTIONS if _is_list(caption.type) else 1):
+        if _bytes_of(caption) > self.text_limit() + (self.captions_limit() if _is_list(caption.type) else 0):
             detail = f"captions of {_bytes_of(caption)} bytes are more than limits.max_caption_characters"
+            detail += " or limits.max_captions_kb" if _is_list(caption.type) else ""
             return Rejected(key, Reason.TOO_LARGE, location, detail)
         try:
             image, path = _image_of(batch.column(columns.image)[at], self.image_limit())

@@ -27,7 +27,16 @@ from diffusion.preparation.sources.base import NUM_CHECKED, Source
 from diffusion.preparation.sources.reading import UnfitFileError
 
 _HEADER_BYTES = 2**20
-"""Largest extended header (long names, PAX)."""
+"""Maximum bytes of the headers of a member, extended ones (long names, PAX) included."""
+
+_MAX_NAME = 4_096
+"""Maximum characters of the path of a member, as file systems have it."""
+
+_MAX_NAMES = 2**20
+"""Maximum characters of the names of the members of a sample together."""
+
+_GLOBAL_CHARACTERS = 2**16
+"""Maximum characters of the global headers (PAX) of a tar, which Python keeps until its end."""
 
 _MAX_PARTS = 16
 """Maximum number of images with further dots in their names, held until their sample ends."""
@@ -135,7 +144,7 @@ class WebDatasetSource(Source):
     def _samples(self, stream: "_Stream") -> Iterator[_Sample]:
         """Yield the samples up to damage, whose error is raised; a sample whose data is damaged is dropped."""
         sample = _Sample("", 0)
-        part, parts = sample, list[_Sample]()
+        part, parts, num_characters = sample, list[_Sample](), 0
         spans: dict[str, tuple[int, int]] = {}
         try:
             for member in _headers(stream):
@@ -147,7 +156,10 @@ class WebDatasetSource(Source):
                 stem = folder + slash + stem
                 if stem != sample.stem:
                     yield from _finish(sample, parts)
-                    sample, parts = _Sample(stem, member.offset), []
+                    sample, parts, num_characters = _Sample(stem, member.offset), [], 0
+                num_characters += len(name)
+                if num_characters > _MAX_NAMES:
+                    raise _HeaderError(f"{_MAX_NAMES} characters of names of one sample before byte {member.offset}")
                 middle, _, extension = extensions.rpartition(".")
                 extension = extension.lower()
                 kind = extension if extension in ("txt", "json") else "image" if f".{extension}" in EXTENSIONS else ""
@@ -232,10 +244,12 @@ class _Stream:
         file.seek(0)
         self._file: Any = file if module is None else module.open(file)
         self.tell = self._file.tell
+        self.num_header_bytes = 0
 
     def read(self, size: int) -> bytes:
         """Read a header."""
-        if not 0 <= size <= _HEADER_BYTES:
+        self.num_header_bytes += size
+        if size < 0 or self.num_header_bytes > _HEADER_BYTES:
             raise _HeaderError(f"an extended header of {size} bytes before byte {self.tell()}")
         return self._do(self._file.read, size)
 
@@ -256,7 +270,7 @@ class _Stream:
     def check_end(self) -> None:
         """Check that there are zeros only: otherwise the end mark is a hole, or other tars were appended."""
         end = self.tell()
-        while rest := self.read(_HEADER_BYTES):
+        while rest := self._do(self._file.read, _HEADER_BYTES):
             if rest.strip(b"\0"):
                 raise _HeaderError(f"goes on after an end mark at byte {end - tarfile.BLOCKSIZE}")
 
@@ -278,6 +292,7 @@ def _headers(stream: _Stream) -> Iterator[tarfile.TarInfo]:
     tar: Any = SimpleNamespace(fileobj=stream, offset=0, encoding="utf-8", errors="surrogateescape", pax_headers={})
     while True:
         stream.seek(tar.offset)
+        stream.num_header_bytes = 0
         try:
             member = tarfile.TarInfo.fromtarfile(tar)
         except tarfile.EOFHeaderError:  # pyright: ignore[reportAttributeAccessIssue]
@@ -291,6 +306,10 @@ def _headers(stream: _Stream) -> Iterator[tarfile.TarInfo]:
             raise _HeaderError(f"too many extended headers at byte {tar.offset}") from error
         if member.size < 0:
             raise _HeaderError(f"a member of {member.size} bytes at byte {member.offset}")
+        if max(len(member.name), len(member.linkname)) > _MAX_NAME:
+            raise _HeaderError(f"a name of {len(member.name)} characters at byte {member.offset}")
+        if sum(len(name) + len(value) for name, value in tar.pax_headers.items()) > _GLOBAL_CHARACTERS:
+            raise _HeaderError(f"global headers of more than {_GLOBAL_CHARACTERS} characters at byte {member.offset}")
         yield member
 
 

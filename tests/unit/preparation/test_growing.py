@@ -69,7 +69,8 @@ def test_data_of_an_earlier_version_stays_without_profiles(tmp_path):
         settings = values["settings"]
         settings.pop("convert_to_srgb", None)
         for limits in (settings["limits"], *(one["limits"] for one in values["sources"] if "limits" in one)):
-            del limits["max_decoded_mb"]
+            for added in ("max_decoded_mb", "max_decoding_seconds", "max_captions_kb"):
+                del limits[added]
         (out / name).write_text(json.dumps(values))
     grow(source)
     grown = prepare([source], out, **OPTIONS)

@@ -584,6 +584,34 @@ class TestWebDataset:
         assert reasons(items) == [["x"], "damaged_file"]
         assert "too many extended headers" in details(items)[0]
 
+    @pytest.mark.parametrize("kind", ["long names", "many names", "global headers", "chained headers"])
+    def test_names_and_headers_are_bounded(self, tmp_path, kind):
+        path = tmp_path / "x.tgz"
+        with tarfile.open(path, "w:gz", format=tarfile.PAX_FORMAT, compresslevel=1) as tar:
+            for name, content in (("0.png", IMAGE), ("0.txt", b"x")):
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+            for number in range(2_000 if kind == "many names" else 40):
+                headers = {f"comment{number}": "x" * 900_000} if "headers" in kind else {}
+                long = {"long names": 900_000, "many names": 4_000}.get(kind, 1)
+                member = tarfile.TarInfo(f"a.{'x' * long}{number}")
+                if kind == "global headers":
+                    tar.fileobj.write(tarfile.TarInfo.create_pax_global_header(headers))
+                elif kind == "chained headers":
+                    member.pax_headers = headers
+                    tar.fileobj.write(member.tobuf(tarfile.PAX_FORMAT)[:-512])
+                    continue
+                tar.addfile(member)
+            tar.addfile(tarfile.TarInfo("z.png"))
+        source = open_source(path)
+        tracemalloc.start()
+        items = list(source.scan(partitions(source)[0]))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert [one for one in reasons(items) if one != "missing_image"] == [["x"], "damaged_file"]
+        assert peak < 2**24
+
     def test_links_in_a_tar(self, tmp_path):
         with tarfile.open(tmp_path / "x.tar", "w") as tar:
             for name, content in (("0.png", IMAGE), ("0.txt", b"one")):
@@ -793,6 +821,28 @@ class TestParquet:
         known = write_known(tmp_path / "known.parquet.old", scan(source))
         found = source.partitions(known)
         assert (list(found.new), list(found.gone), list(found.changed)) == ([], [], [])
+
+    def test_large_rows_are_read_one_by_one(self, tmp_path):
+        """Repeated values take no room in the file: it has 40 kB, and its rows 480 MB."""
+        captions = pa.array([["w " * 5_000] * 1_000] * 16, pa.list_(pa.string()))
+        images = pa.array([bytes(2**23)] * 32 + [IMAGE] * 16, pa.binary())
+        columns = {"image": images, "caption": pa.concat_arrays([pa.array([["x"]] * 32), captions])}
+        path = write_parquet(tmp_path / "x.parquet", columns, compression="zstd")
+        before, most = pa.total_allocated_bytes(), 0
+        limits, items = LimitsConfig(max_image_mb=1), []
+        source = open_source(path, limits=limits)
+        for item in source.scan(partitions(source)[0]):
+            most = max(most, pa.total_allocated_bytes() - before)
+            items.append(item)
+        assert reasons(items) == ["too_large"] * 48
+        assert most < 150e6
+
+    def test_captions_together_are_limited(self, tmp_path):
+        columns = {"image": [IMAGE] * 3, "caption": [["w " * 400] * 2, ["w " * 400] * 3, ["w " * 600]]}
+        path = write_parquet(tmp_path / "x.parquet", columns)
+        items = read(path, limits=LimitsConfig(max_captions_kb=2, max_word_characters=1))
+        assert reasons(items) == [["w " * 399 + "w"] * 2, "too_large", ["w " * 599 + "w"]]
+        assert "max_captions_kb" in details(items)[0]
 
     def test_row_groups_are_streamed(self, tmp_path):
         path = tmp_path / "x.parquet"
