@@ -6,6 +6,7 @@ what decoding costs.
 
 import functools
 import re
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ _GREY_LEVEL = HASH_SIDE**2 * 2**24
 _BRIGHTNESS_TOLERANCE = _GREY_LEVEL // 8
 _COLOUR_TOLERANCE = _GREY_LEVEL
 
-_SCAN, _END, _SEQUENTIAL = b"\xda", b"\xd9", (b"\xc0", b"\xc1")
+_SCAN, _END, _SEQUENTIAL, _PROGRESSIVE = b"\xda", b"\xd9", (b"\xc0", b"\xc1"), b"\xc2"
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]", re.DOTALL)
 """In the data of a scan: the end of it."""
 
@@ -54,35 +55,40 @@ def jpeg_scans(data: bytes) -> int:
 
     A sequential JPEG whose first scan has all components has one: decoders read no other.
     """
-    if data[:2] != b"\xff\xd8":
-        return 0
-    position, scans, num_components = 2, 0, None
+    scans, num_components = 0, None
+    for marker, segment in _jpeg_segments(data):
+        if marker in _SEQUENTIAL:
+            num_components = segment[5:6]
+        if marker == _SCAN:
+            scans += 1
+            if segment[:1] == num_components:
+                return scans
+    return scans
+
+
+def _jpeg_segments(data: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yield marker and content of the segments of a JPEG file, up to the end of its first image."""
+    position = 2 if data[:2] == b"\xff\xd8" else len(data)
     while data[position : position + 1] == b"\xff" and (marker := data[position + 1 : position + 2]) not in (b"", _END):
         if marker == b"\xff":  # fill byte
             position += 1
             continue
-        if marker in _SEQUENTIAL:
-            num_components = data[position + 9 : position + 10]
-        segment, position = position, position + 2 + int.from_bytes(data[position + 2 : position + 4], "big")
-        if marker == _SCAN:
-            scans += 1
-            if data[segment + 4 : segment + 5] == num_components:
-                return scans
-            found = _MARKER.search(data, position)
-            position = found.start() if found else len(data)
-    return scans
+        end = position + 2 + int.from_bytes(data[position + 2 : position + 4], "big")
+        yield marker, data[position + 4 : end]
+        found = _MARKER.search(data, end) if marker == _SCAN else None
+        position = found.start() if found else len(data) if marker == _SCAN else end
 
 
 def is_truncated(data: bytes, rgb: Image.Image) -> bool:
     """Check that a file is a JPEG whose end was lost, though its decoder says nothing.
 
-    It has no end-of-image marker after its last scan, or the decoder filled one of its sides (the lower one, before it
-    was turned) with the grey of missing data: at least `_MIN_GREY` of the image, and the rest of the row of blocks in
-    which the data ends, unlike a background of that grey.
+    It has no end-of-image marker after its last scan, a progressive one lacks scans, or the decoder filled one of its
+    sides (the lower one, before it was turned) with the grey of missing data: at least `_MIN_GREY` of the image, and
+    the rest of the row of blocks in which the data ends, unlike a background of that grey.
     """
     if data[:3] != b"\xff\xd8\xff":
         return False
-    if data.rfind(b"\xff" + _END) < data.rfind(b"\xff" + _SCAN):
+    if data.rfind(b"\xff" + _END) < data.rfind(b"\xff" + _SCAN) or _lacks_scans(data):
         return True
     is_grey = (np.asarray(rgb) == _GREY).all(axis=-1)
     for turned in (is_grey[::-1], is_grey, is_grey.T[::-1], is_grey.T):
@@ -90,6 +96,21 @@ def is_truncated(data: bytes, rgb: Image.Image) -> bool:
         if num_grey >= max(2, _MIN_GREY * len(turned)) and turned[num_grey, 0] != turned[num_grey, -1]:
             return True
     return False
+
+
+def _lacks_scans(data: bytes) -> bool:
+    """Check that a progressive JPEG lacks scans: some coefficients of a component, or the last bits of some."""
+    missing = set[tuple[int, int]]()
+    for marker, segment in _jpeg_segments(data):
+        if marker in _SEQUENTIAL:
+            return False
+        if marker == _PROGRESSIVE:
+            missing = {(component, number) for component in segment[6::3] for number in range(64)}
+        if marker == _SCAN and len(segment) > 3:
+            first, last, bits = segment[-3:]
+            if not bits & 15:  # Bits that a later scan refines.
+                missing -= {(component, number) for component in segment[1:-3:2] for number in range(first, last + 1)}
+    return bool(missing)
 
 
 def file_format(data: bytes) -> str:

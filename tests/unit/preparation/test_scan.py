@@ -138,16 +138,19 @@ def test_truncated_jpegs_are_rejected(folder, out):
     turned = Image.open(io.BytesIO(whole)).getexif()
     turned[0x0112] = 6
     sideways = noise(200, 160, image_format="JPEG", quality=90, exif=turned)
+    gradual = noise(200, 160, image_format="JPEG", quality=90, progressive=True)
+    grey_gradual = encode(Image.open(io.BytesIO(whole)).convert("L"), "JPEG", progressive=True)
     backdrop = Image.new("RGB", (200, 160), (128,) * 3)
     backdrop.paste("red", (60, 40, 140, 120))
     for number, content in enumerate((
         half + b"\xff\xd9", half + bytes(len(half)), sideways[: len(sideways) // 2] + b"\xff\xd9",
+        gradual[: len(gradual) // 2] + b"\xff\xd9", gradual, grey_gradual,
         whole, whole + b"<html>", encode(Image.new("RGB", (64, 64), (128,) * 3), "JPEG"), encode(backdrop, "JPEG"),
     )):  # fmt: skip
         (folder / f"000{number}.png").write_bytes(content)
     scan([folder], out)
     rejected = {key for key, row in by_key(out).items() if row["reason"] == "undecodable"}
-    assert rejected == {f"set/000{number}.png" for number in range(3)}
+    assert rejected == {f"set/000{number}.png" for number in range(4)}
 
 
 def test_partitions_of_several_sources(folder, out, tmp_path):
@@ -177,16 +180,23 @@ def test_images_at_which_a_worker_dies_are_rejected(out, tmp_path):
         def __len__(self):
             os._exit(9)
 
+    class Slow(bytes):
+        def __getitem__(self, part):
+            while part == slice(None, 2):  # The decoding begins.
+                pass
+            return super().__getitem__(part)
+
     class DeadlySource(WebDatasetSource):
         def scan(self, partition):
             for number, item in enumerate(super().scan(partition)):
                 if number == 6:
                     os._exit(9)
-                yield replace(item, image=Deadly(item.image)) if number in (1, 3) else item
+                kind = {1: Deadly, 3: Slow}.get(number, bytes)
+                yield replace(item, image=kind(item.image))
 
     for name in ("sound", "deadly"):
         write_tar(tmp_path / f"{name}.tar", [one for i in range(8) for one in sample(f"{i}", noise(40, 35, i), b"x")])
-    make = functools.partial(scan_module.Scanner, str(out), to_dict(LimitsConfig()))
+    make = functools.partial(scan_module.Scanner, str(out), to_dict(LimitsConfig(max_decoding_seconds=1)))
     tasks = [
         scan_module.ScanTask(
             kind(name=name, root=str(tmp_path / f"{name}.tar"), is_file=True), Partition(number=number)
