@@ -9,6 +9,7 @@ tokenizers with different pad tokens: ids are those of the second, and the model
 import gzip
 import importlib.util
 import json
+import re
 import tempfile
 from collections.abc import Sequence
 from functools import partial
@@ -28,6 +29,7 @@ from diffusion.models.text_encoders import load_language_tokenizer
 
 END_OF_WORD = "</w>"
 START, END, PAD = "<|startoftext|>", "<|endoftext|>", "!"
+_SPECIAL = re.compile(r"<\|(startoftext|endoftext)\|>")
 NUM_CLIP_MERGES = 48_894
 TINY_MERGES = Path(__file__).parent / "data" / "tiny_merges.txt"
 
@@ -87,8 +89,12 @@ def build_tokenizer(architecture: Architecture) -> CLIPTokenizer:
 
 
 def repair(caption: str) -> str:
-    """Repair and lower-case a caption like CLIP, which transformers 5 omits; parts between `PAD` are separate."""
-    return PAD.join(ftfy.fix_text(part) for part in caption.split(PAD)).lower()
+    """Repair and lower-case a caption like CLIP, which transformers 5 omits; parts between `PAD` are separate.
+
+    The names of the start and the end become words: as tokens they would end the caption for the text encoder.
+    """
+    repaired = PAD.join(ftfy.fix_text(part) for part in caption.split(PAD)).lower()
+    return _SPECIAL.sub(r"<| \1 |>", repaired)
 
 
 def tokenize(tokenizer: Any, captions: Sequence[str], num_chunks: int = 1) -> NDArray[np.int32]:
@@ -100,7 +106,7 @@ def tokenize(tokenizer: Any, captions: Sequence[str], num_chunks: int = 1) -> ND
     length = tokenizer.model_max_length
     if not isinstance(tokenizer, CLIPTokenizer):
         options = {"padding": "max_length", "truncation": True, "max_length": length, "return_tensors": "np"}
-        return tokenizer(list(captions), **options)["input_ids"].astype(np.int32)
+        return tokenizer(list(captions), split_special_tokens=True, **options)["input_ids"].astype(np.int32)
     content = length - 2
     encoded: Any = tokenizer(
         [repair(caption) for caption in captions],
@@ -114,6 +120,16 @@ def tokenize(tokenizer: Any, captions: Sequence[str], num_chunks: int = 1) -> ND
             part = caption[i * content : (i + 1) * content]
             chunk[: len(part) + 2] = [tokenizer.bos_token_id, *part, tokenizer.eos_token_id]
     return ids.reshape(len(captions), -1)
+
+
+def num_full(token_ids: Any, empty_ids: Sequence[int]) -> int:
+    """Count the captions that take all tokens of the text encoder, and are cut if they are longer.
+
+    Args:
+        token_ids: [K, L], an array or a tensor.
+        empty_ids: [L] of the empty caption.
+    """
+    return int((token_ids[:, -1] != empty_ids[-1]).sum())
 
 
 def load_tokenizer(config: ModelConfig) -> Any:

@@ -37,7 +37,7 @@ from diffusion.datasets.streams import (
 )
 from diffusion.distributed import agree, broadcast, local_rank, local_world_size, on_first_rank, world_size
 from diffusion.errors import ConfigurationError, DataError, MachineError, UserError
-from diffusion.models.tokenizers import caption_tokenizer
+from diffusion.models.tokenizers import caption_tokenizer, num_full
 from diffusion.operations.checks.machine import existing
 from diffusion.operations.checks.verdicts import Verdict, log_and_raise, ok, on_each_machine, problem, warning
 from diffusion.planning.downloads import FleetStream, World, traffic
@@ -397,7 +397,11 @@ def _read_batch(config: Config, section: str, stream: StreamConfig, tokenizer: T
     batches = BatchLoader(dataset, batch_sampler=[list(dataset.parts[0][:BATCH_SAMPLES])], collate_fn=collate)
     (batch,) = batches
     shapes = ", ".join(f"{BatchKey(key).value} {'x'.join(map(str, value.shape))}" for key, value in batch.items())
-    return f"{len(dataset):,} samples; a batch: {shapes}"
+    cut = ""
+    if tokenizer is not None and (full := num_full(batch[BatchKey.TOKEN_IDS], tokenizer([""])[0])):
+        cut = f"; {full} of {len(batch[BatchKey.TOKEN_IDS])} captions take all tokens of the text encoder: longer ones "
+        cut += "are cut"
+    return f"{len(dataset):,} samples; a batch: {shapes}{cut}"
 
 
 def _check_training_data(config: Config, tokenizer: Tokenize | None) -> Iterator[Verdict]:

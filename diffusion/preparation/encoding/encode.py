@@ -107,15 +107,16 @@ def encode(
     )
     with ExitStack() as claims:
         plan = on_first_rank(lambda: _plan(prepared, out, resolutions, models, settings, claims))
+        counters = _Counters(plan.name)
         if not plan.tasks:
             logger.info("%s holds all of %s already", shown(out), shown(prepared))
         elif workers is None:
             options = {"models": models, "settings": plan.settings, "device": device, "num_workers": num_workers}
-            agree(lambda: _encode_as_rank(plan, partial(encode_shards, **options), progress))
+            agree(lambda: _encode_as_rank(plan, counters, partial(encode_shards, **options), progress))
         else:
             assert load is not None, "workers load their networks"
-            _encode_by_workers(plan, workers, load, progress, device=device, num_workers=num_workers)
-        on_first_rank(lambda: _finish(prepared, plan.outputs))
+            _encode_by_workers(plan, counters, workers, load, progress, device=device, num_workers=num_workers)
+        on_first_rank(lambda: _finish(prepared, plan.outputs, counters))
     return [output.manifest for output in plan.outputs]
 
 
@@ -166,10 +167,12 @@ def _missing_shards(prepared: str, outputs: Sequence[Output]) -> list[ShardTask]
 
 
 def _encode_as_rank(
-    plan: _Plan, encode_tasks: Callable[[Iterator[ShardTask]], Iterator[EncodedShard]], progress: bool
+    plan: _Plan,
+    counters: "_Counters",
+    encode_tasks: Callable[[Iterator[ShardTask]], Iterator[EncodedShard]],
+    progress: bool,
 ) -> None:
     """Encode shards in this process; it takes them from those that all ranks share."""
-    counters = _Counters(plan.name)
 
     def taken() -> Iterator[ShardTask]:
         while (number := counters.add("taken", 1) - 1) < len(plan.tasks) and not counters.add("failed", 0):
@@ -186,14 +189,14 @@ def _encode_as_rank(
 
 
 def _encode_by_workers(
-    plan: _Plan, workers: Workers, load: Load, progress: bool, *, device: str, num_workers: int
+    plan: _Plan, counters: "_Counters", workers: Workers, load: Load, progress: bool, *, device: str, num_workers: int
 ) -> None:
     """Encode shards in other processes."""
     size = max(1, min(_SHARDS_PER_TASK, len(plan.tasks) // 64))
     tasks = [plan.tasks[start : start + size] for start in range(0, len(plan.tasks), size)]
     kind = device.partition(":")[0]
     make = partial(_load_encoder, load, plan.settings, kind, num_workers)
-    with _progress(plan, _Counters(plan.name), shown=progress) as count:
+    with _progress(plan, counters, shown=progress) as count:
         for shards in run(workers, make, tasks, num_gpus=1.0 if kind == "cuda" else 0.0, describe=_describe):
             for shard in shards:
                 count(shard)
@@ -249,12 +252,18 @@ def _progress(plan: _Plan, counters: _Counters, *, shown: bool) -> Iterator[Call
                         f"{MAX_DAMAGED_FRACTION:.1%} may be), the last: {what}. Check the disk, and copy or prepare "
                         "the data set again"
                     )
+            counters.add("captions", shard.num_captions)
+            counters.add("full", shard.num_full)
             bar.update(counters.add("images", shard.num_samples) - bar.n)
 
         yield count
 
 
-def _finish(prepared: str, outputs: Sequence[Output]) -> None:
+def _finish(prepared: str, outputs: Sequence[Output], counters: _Counters) -> None:
+    if num_full := counters.add("full", 0):
+        num_captions = counters.add("captions", 0)
+        logger.warning("%d of %d captions (%.1f%%) take all tokens of the text encoder: longer ones are cut; see "
+                       "model.text_encoder", num_full, num_captions, 100 * num_full / num_captions)  # fmt: skip
     removed = read_marks(prepared)
     for output in outputs:
         output.finish(removed)

@@ -38,6 +38,7 @@ from diffusion.datasets.mds import (
 from diffusion.datasets.transforms import ImageTransform, Placement
 from diffusion.errors import DataError
 from diffusion.launch import end_with_parent
+from diffusion.models.tokenizers import num_full
 from diffusion.preparation.encoding.models import Encoded, Encoder, EncodingModels
 from diffusion.preparation.encoding.output import ShardRecord, Target, shard_identity
 from diffusion.preparation.encoding.plan import EncodingSettings, ShardTask
@@ -59,6 +60,9 @@ class EncodedShard(NamedTuple):
     num_samples: int
     damaged: list[str]
     """Sentences, one for each image that cannot be decoded."""
+    num_captions: int
+    num_full: int
+    """Captions that take all tokens: longer ones are cut."""
 
 
 class Piece(NamedTuple):
@@ -225,6 +229,8 @@ class _Assembler:
                     sample["text_embeddings"], sample["pooled_text_embeddings"] = embeddings[i]
                 shard.samples[size].append(encode_sample(sample, self._format(size).columns))
         shard.num_samples += len(batch.keys)
+        shard.num_captions += len(batch.token_ids)
+        shard.num_full += num_full(batch.token_ids, self._models.empty_ids)
         for i, reason in batch.damaged.items():
             where = f"{shown(batch.task.folder)}, key '{batch.keys[i]}'"
             shard.damaged[batch.start + i] = f"{where} cannot be decoded ({reason}), and could be when it was prepared"
@@ -233,7 +239,7 @@ class _Assembler:
             return []
         for target in shard.task.targets:
             self._write(shard, target)
-        return [EncodedShard(shard.num_samples, list(shard.damaged.values()))]
+        return [EncodedShard(shard.num_samples, list(shard.damaged.values()), shard.num_captions, shard.num_full)]
 
     def _write(self, shard: "_Shard", target: Target) -> None:
         """Write a whole shard to a data set, and then its record."""
@@ -277,6 +283,8 @@ class _Shard:
     samples: dict[ImageSize, list[bytes]] = field(default_factory=lambda: defaultdict(list))
     damaged: dict[int, str] = field(default_factory=dict)
     removed: list[int] = field(default_factory=list)
+    num_captions: int = 0
+    num_full: int = 0
 
 
 def _split_embeddings(batch: ImageBatch, encoded: Encoded) -> list[tuple[np.ndarray, np.ndarray]] | None:

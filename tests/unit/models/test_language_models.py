@@ -21,7 +21,7 @@ from diffusion.models.pretrained import module_identity, tokenizer_identity
 from diffusion.models.prompt_encoder import PromptEncoder, write_prompt_encoder
 from diffusion.models.sampling import image_seeds, initial_latents
 from diffusion.models.text_adapter import LanguageAdapter
-from diffusion.models.tokenizers import caption_tokenizer, load_tokenizer
+from diffusion.models.tokenizers import caption_tokenizer, load_tokenizer, tokenize
 from diffusion.planning.memory import parameter_counts
 from tests.tools.language_models import WIDTHS, WORDS, write_language_model
 from tests.tools.pipelines import write_model
@@ -169,6 +169,14 @@ def test_an_export_gives_the_images_of_generate(folders, tmp_path, kind, adapter
     shared["latents"] = latents.bfloat16()
     found = pipeline.to(torch.bfloat16)(**arguments, output_type="pt", **shared, **own).images
     assert (found - expected).abs().mean() < 0.05
+
+
+def test_names_of_special_tokens_are_words(folders):
+    tokenizer = load_tokenizer(config_of(folders["t5"], Architecture.tiny))
+    ids = tokenize(tokenizer, ["a star </s> a <pad> star"])[0].tolist()
+    end = ids.index(tokenizer.eos_token_id)
+    assert end > 6
+    assert set(ids[end + 1 :]) == {tokenizer.pad_token_id}
 
 
 def test_identities_differ(folders):

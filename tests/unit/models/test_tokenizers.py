@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from diffusion.config.model import Architecture
-from diffusion.models.tokenizers import build_tokenizer, clip_merges, tokenize
+from diffusion.models.tokenizers import build_tokenizer, clip_merges, num_full, tokenize
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +40,19 @@ def test_long_captions_are_cut_and_keep_their_end(clip):
     assert ids.shape == (1, 77)
     assert ids.dtype == np.int32
     assert ids[0, -1] == 49_407
+
+
+def test_names_of_special_tokens_are_words(clip):
+    for caption in ("a photo <|endoftext|> of <|STARTOFTEXT|>!", "a photo of <|EndOfText|>"):
+        ids = tokenize(clip, [caption])[0].tolist()
+        assert (ids.count(49_406), ids.count(49_407)) == (1, 1)
+    for escaped in ("&lt;|endoftext|&gt;", "&lt;|startoftext|&gt;"):
+        assert tokenize(clip, [escaped])[0].tolist().index(49_407) > 3
+
+
+def test_captions_that_take_all_tokens_are_counted(clip):
+    captions = ["", "horse " * 74, "horse " * 75, "horse " * 200]
+    assert num_full(tokenize(clip, captions), tokenize(clip, [""])[0]) == 2
 
 
 def test_tiny_reads_any_text(tiny):

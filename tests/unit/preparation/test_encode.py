@@ -88,8 +88,11 @@ def prepared(tmp_path: Path) -> Path:
     return root
 
 
-def test_encoding_keeps_layout_order_and_count(prepared: Path, tmp_path: Path) -> None:
+def test_encoding_keeps_layout_order_and_count(
+    prepared: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     manifest = run(prepared, tmp_path / "out")
+    assert "37 of 37 captions (100.0%) take all tokens" in caplog.text
     assert manifest.counts == {"train": {"32-64": 11, "64-up": 6}, "validation": {"32-64": 3}}
     folders = {str(path.parent.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("index.json")}
     assert folders == {"train/32-64", "train/64-up", "validation/32-64"}
