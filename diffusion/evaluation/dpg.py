@@ -5,8 +5,9 @@ and the questions that it depends on are right.
 """
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -70,19 +71,26 @@ def _item(rows: Sequence[Mapping[str, str]], where: str) -> Item:
                     parents=tuple(positions[parent] for parent in parents if parent != 0),
                 )
             )
+        list(_parents_first(questions))
         return Item(prompt=rows[0]["text"].strip(), questions=tuple(questions))
+    except CycleError as error:
+        circle = " on ".join(rows[position]["proposition_id"] for position in error.args[1])
+        raise ConfigurationError(f"{where}: propositions depend on each other in a circle, {circle}") from error
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise ConfigurationError(f"{where}, is not in the format of dpg_bench.csv: {error!r}") from error
 
 
 def right_answers(questions: Sequence[Question], answers: Sequence[bool]) -> list[bool]:
     """Find the questions that are right: answered with yes, as are those on which they depend."""
-    right, pending = list(answers), list(range(len(questions)))
-    while ready := [one for one in pending if not set(questions[one].parents) & set(pending)]:
-        for position in ready:
-            right[position] = right[position] and all(right[parent] for parent in questions[position].parents)
-        pending = [one for one in pending if one not in ready]
+    right = list(answers)
+    for position in _parents_first(questions):
+        right[position] = right[position] and all(right[parent] for parent in questions[position].parents)
     return right
+
+
+def _parents_first(questions: Sequence[Question]) -> Iterable[int]:
+    """Order questions, by their positions, so that each comes after those that it depends on; a CycleError if none."""
+    return TopologicalSorter({position: one.parents for position, one in enumerate(questions)}).static_order()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ Shape letters: B images of a batch, N images of a set, S side in pixels, D width
 import pickle
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -52,14 +53,18 @@ class FeatureNetwork(Protocol):
         ...
 
 
-def resized(image: Image.Image, size: int, resize_filter: ResizeFilter) -> np.ndarray:
-    """Resize an image with antialiasing, each channel in 32 bits, rounded once (Parmar et al. 2022).
+def resized(image: Image.Image, size: int, resize_filter: ResizeFilter, *, of_centre: bool = False) -> np.ndarray:
+    """Resize an image, or its centre square, with antialiasing, each channel in 32 bits, rounded once.
+
+    So do Parmar et al. (2022), of the whole image.
 
     Returns:
         uint8 [3, S, S].
     """
     kind = Image.Resampling[resize_filter.name.upper()]
-    channels = [np.asarray(channel.convert("F").resize((size, size), kind)) for channel in image.split()]
+    left, top = ((side - min(image.size)) / 2 if of_centre else 0.0 for side in image.size)
+    box = (left, top, image.width - left, image.height - top)
+    channels = [np.asarray(channel.convert("F").resize((size, size), kind, box)) for channel in image.split()]
     return np.stack(channels).round().clip(0, 255).astype(np.uint8)
 
 
@@ -107,7 +112,7 @@ class Inception(nn.Module):
 
 
 class Clip(nn.Module):
-    """Image and text encoder of a CLIP model of transformers.
+    """Image and text encoder of a CLIP model of transformers; of an image it sees the centre square, as in training.
 
     Args:
         source: folder or hub name.
@@ -232,12 +237,14 @@ def extract_features(
         DataError: an image cannot be decoded.
     """
     starts = range(0, len(images), config.batch_size)
+    resize = partial(resized, size=network.size, resize_filter=config.protocol.resize_filter,
+                     of_centre=isinstance(network, Clip))  # fmt: skip
 
     def features(number: int) -> Array:
         start = starts[number]
         # Sets are not thread-safe: they are read here and resized in threads.
         batch = [images[i] for i in range(start, min(start + config.batch_size, len(images)))]
-        pixels = threads.map(lambda image: resized(image, network.size, config.protocol.resize_filter), batch)
+        pixels = threads.map(resize, batch)
         batch_pixels = torch.from_numpy(np.stack(list(pixels))).to(device)
         return network.image_features(batch_pixels).float().cpu().numpy()
 

@@ -1,5 +1,6 @@
 """Metrics of a set of images: FID, KID, CLIP-FID, CMMD, CLIP score and HPSv3, each with its protocol."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from diffusion.evaluation.protocol import VERSION, Number, Protocol, protocol_ha
 from diffusion.evaluation.statistics import CMMD_SIGMA, Array, clip_scores, cmmd, frechet_distance, kernel_distance
 from diffusion.files import atomic_path, unique_partial
 
+logger = logging.getLogger(__name__)
+
 FRECHET = "squared Frechet distance of normal distributions, float64, unbiased covariances"
 
 ESTIMATORS = {
@@ -30,6 +33,13 @@ ESTIMATORS = {
     Metric.hpsv3: "mean of the first output of the reward head",
 }
 """Part of the protocols."""
+
+_MANY_IMAGES = 10_000
+_FEW_IMAGES = (
+    "%s is of %d images: with few it is too large, by an amount that depends on their number (FID of two halves of one "
+    f"set of photographs is about 166 with 500 images each, and 13 with {_MANY_IMAGES:,}). Compare only numbers of as "
+    "many images, or use kid or cmmd, which have no bias"
+)
 
 DISTANCES = {
     Metric.fid: frechet_distance,
@@ -101,7 +111,7 @@ class Metrics:
         network = self.networks[metric]
         protocol |= {
             "network": {"name": network.name, "weights": network.identity, "size": network.size},
-            "resize": f"{self._resize}, antialiased, 32 bits per channel, rounded once to 8",
+            "resize": f"{self._resize(network)}, antialiased, 32 bits per channel, rounded once to 8",
         }
         return protocol | {"reference": self.reference_record} if metric in OF_REFERENCE else protocol
 
@@ -146,6 +156,9 @@ class Metrics:
                 reference = real[key]
                 assert reference is not None
                 values[self.name(metric)] = DISTANCES[metric](features, reference)
+                fewest = min(len(features), len(reference))
+                if ESTIMATORS[metric] == FRECHET and fewest < _MANY_IMAGES:
+                    logger.warning(_FEW_IMAGES, self.name(metric), fewest)
             else:
                 values |= means(metric.value, clip_scores(features, self._text_features(texts)), prompts)
         if (reward := self.reward) is not None:
@@ -163,13 +176,13 @@ class Metrics:
         number = {prompt: i for i, prompt in enumerate(unique)}
         return torch.cat(parts)[[number[prompt] for prompt in prompts]].numpy()
 
-    @property
-    def _resize(self) -> str:
-        return self.config.protocol.resize_filter.value
+    def _resize(self, network: FeatureNetwork) -> str:
+        of_centre = " of the centre square" if isinstance(network, Clip) else ""
+        return f"{self.config.protocol.resize_filter.value}{of_centre}"
 
     def _reference_features(self, network: FeatureNetwork) -> Array | None:
         """Features of the reference set, cached in a file; on the first rank."""
-        record = {"reference": self.reference_record, "network": network.identity, "resize": self._resize}
+        record = {"reference": self.reference_record, "network": network.identity, "resize": self._resize(network)}
         path = self.cache / f"{network.name}-{protocol_hash(record)}-all.npz"
         if broadcast(path.is_file()):
             return agree(lambda: _load(path) if is_first_rank() else None)

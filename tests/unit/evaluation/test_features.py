@@ -5,10 +5,19 @@ import pytest
 import torch
 from PIL import Image
 
+from diffusion.config.training import Plugin
 from diffusion.errors import ConfigurationError
-from diffusion.evaluation.config import EvaluationConfig, NetworksConfig, ResizeFilter
-from diffusion.evaluation.features import extract_features, resized
-from diffusion.evaluation.images import Images
+from diffusion.evaluation.config import (
+    EvaluationConfig,
+    Metric,
+    NetworksConfig,
+    ProtocolConfig,
+    ReferenceConfig,
+    ResizeFilter,
+)
+from diffusion.evaluation.features import Clip, extract_features, resized
+from diffusion.evaluation.images import Images, image_files, list_images
+from diffusion.evaluation.metrics import Metrics
 
 
 def made_up_images(num: int) -> Images:
@@ -42,6 +51,21 @@ def test_features_are_in_the_order_of_the_images_for_any_batch_size():
     np.testing.assert_allclose(extract(300, 5, 7), features, rtol=1e-5)
 
 
+def test_a_biased_distance_of_few_images_warns(tmp_path, caplog):
+    for number in range(3):
+        made_up_images(3)[number].save(tmp_path / f"{number}.png")
+    protocol = ProtocolConfig(
+        metrics=[Metric.fid, Metric.kid],
+        reference=ReferenceConfig(path=str(tmp_path)),
+        networks=NetworksConfig(inception_replacement=Plugin(path="diffusion.evaluation.features.RandomFeatures")),
+    )
+    config = EvaluationConfig(output_folder="", protocol=protocol)
+    metrics = Metrics(config=config, device=torch.device("cpu"), cache=tmp_path / "cache")
+    metrics.compute(image_files(list_images(tmp_path)), None, {})
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "diffusion.evaluation.metrics"]
+    assert warning.startswith("frechet_random-16 is of 3 images")
+
+
 def test_resizing_is_antialiased_and_rounded_once():
     pixels = np.zeros((40, 40, 3), dtype=np.uint8)
     pixels[:, ::2] = 255
@@ -51,8 +75,25 @@ def test_resizing_is_antialiased_and_rounded_once():
     assert np.abs(small[:, :, 1:-1].astype(int) - 127).max() <= 1
 
 
+def test_clip_sees_the_centre_square():
+    class MeanColour(Clip):
+        def __init__(self):
+            torch.nn.Module.__init__(self)
+            self.size = 8
+
+        def image_features(self, pixels):
+            return pixels.float().mean(dim=(2, 3))
+
+    wide, tall = Image.new("RGB", (40, 20), "red"), Image.new("RGB", (21, 40), "red")
+    wide.paste("blue", (4, 0, 36, 20))  # Antialiasing looks a little beyond the square.
+    tall.paste("blue", (0, 4, 21, 36))
+    config, images = EvaluationConfig(output_folder=""), [wide, tall]
+    features = extract_features(MeanColour(), Images(2, images.__getitem__), config, torch.device("cpu"), "test")
+    np.testing.assert_array_equal(features, [[0, 0, 255]] * 2)
+
+
 def test_missing_weights_say_which_file_to_put_where(tmp_path):
-    from diffusion.evaluation.features import Clip, Inception
+    from diffusion.evaluation.features import Inception
 
     with pytest.raises(ConfigurationError, match=r"weights-inception-2015-12-05-6726825d\.pth"):
         Inception(NetworksConfig().inception)

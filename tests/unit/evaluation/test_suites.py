@@ -90,6 +90,13 @@ def test_a_wrong_dependency_is_named(tmp_path, parents):
         dpg.read_items(path)
 
 
+def test_dependencies_in_a_circle_are_named(tmp_path):
+    rows = [(1, "2", "entity - whole (fox)", "A fox?"), (2, "3", "entity - whole (den)", "A den?")]
+    path = write_dpg(tmp_path / "dpg_bench.csv", {"fox": [*rows, (3, "2", "entity - whole (cub)", "A cub?")]})
+    with pytest.raises(ConfigurationError, match=r"item fox.* circle, (2 on 3 on 2|3 on 2 on 3)"):
+        dpg.read_items(path)
+
+
 @pytest.mark.parametrize(
     ("answers", "expected"),
     [
