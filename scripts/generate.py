@@ -1,6 +1,7 @@
 """Generate images from a checkpoint: python scripts/generate.py RUN --prompts "a red circle" --out images/."""
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -144,6 +145,10 @@ def main() -> None:
         write_listing(out, rows)
         image_grid(first_images, arguments.columns).save(out / "grid.png")
     print(f"{len(rows)} images in {out}")
+    names = {"grid.png", *(row["file_name"] for row in rows)}
+    if others := sorted(path.name for path in out.glob("*.png") if path.name not in names):
+        print(f"{out} holds {len(others)} other images ({others[0]} ...) that {LISTING} does not name: remove them or "
+              "read the folder by that file", file=sys.stderr)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def test_images_and_their_listing_are_written(command, tmp_path):
     assert Image.open(tmp_path / "out" / "grid.png").size == (3 * 42 + 2, 2 * 34 + 2)
 
 
-def test_each_batch_is_written_at_once_and_the_listing_last(command, model, tmp_path, monkeypatch):
+def test_each_batch_is_written_at_once_and_the_listing_last(command, model, tmp_path, monkeypatch, capsys):
     out, batches = tmp_path / "out", []
 
     def generate(prompts: list[str], *arguments, **options) -> list[Image.Image]:
@@ -64,6 +64,9 @@ def test_each_batch_is_written_at_once_and_the_listing_last(command, model, tmp_
     command("--images-per-prompt", "3", "--batch-size", "2")
     images = [f"{i:05d}.png" for i in range(3)]
     assert batches == [[], images[:2], [*images, "grid.png", "metadata.jsonl"], [*images, "grid.png"]]
+    assert capsys.readouterr().err == ""
+    command("--images-per-prompt", "2")
+    assert "holds 1 other images (00002.png" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,15 @@ from diffusion.operations.checks.doctor import diagnose
 from diffusion.operations.checks.machine import SHM
 from diffusion.operations.checks.verdicts import Level, Verdict
 from tests.tools.training_runs import ROOT
-from tests.tools.written_data import data_config, write_encoded, write_prepared
+from tests.tools.written_data import (
+    PREPARED,
+    data_config,
+    prepared_sample,
+    write_encoded,
+    write_mds,
+    write_prepared,
+    write_prepared_manifest,
+)
 
 GB = 10**9
 DEMAND = CacheDemand(live_bytes=10 * GB, ahead_bytes=3 * GB, largest_shard=GB // 4, node_bytes=500 * GB)
@@ -78,6 +86,15 @@ def test_an_index_that_is_not_that_of_the_manifest(tmp_path):
     index.write_text(index.read_text() + " ")
     with pytest.raises(DataError, match=r"manifest\.json"):
         check(root, "a")
+
+
+def test_captions_that_may_be_cut_are_counted(tmp_path):
+    samples = [prepared_sample("a", i) | {"captions": ["red " * (40 if i < 3 else 4)]} for i in range(8)]
+    write_mds(tmp_path / "data" / "train" / "a", PREPARED, samples)
+    write_prepared_manifest(tmp_path / "data")
+    streams = ["data.streams=[{name: a}]", f"data.local={tmp_path / 'data' / 'train'}", "data.representation=images"]
+    verdict = next(one for one in check_data(toy_config(tmp_path, *streams), deep=False) if one.check == "stream a")
+    assert "3 of 8 captions take all tokens" in verdict.what
 
 
 @pytest.mark.parametrize("refresh", [refresh_indexes, lambda config: list(check_data(config, deep=False))])
