@@ -24,7 +24,7 @@ from diffusion.preparation.engine import Workers, run
 from diffusion.preparation.layout import REMOVED, SCHEMA, part_name, write_table
 from diffusion.preparation.measures import REDUCED_SIDE, perceptual_hash
 from diffusion.preparation.metadata import removed_row
-from diffusion.preparation.records import Location, Partition
+from diffusion.preparation.records import Location, Partition, Record
 from diffusion.preparation.scan import Scan, scan_sources
 from diffusion.preparation.sources.webdataset import WebDatasetSource
 from tests.tools.image_files import encode, noise, sample, tree, write_folder, write_tar
@@ -192,6 +192,7 @@ def test_images_at_which_a_worker_dies_are_rejected(out, tmp_path):
                 if number == 6:
                     os._exit(9)
                 kind = {1: Deadly, 3: Slow}.get(number, bytes)
+                assert isinstance(item, Record)
                 yield replace(item, image=kind(item.image))
 
     for name in ("sound", "deadly"):
