@@ -40,7 +40,7 @@ from diffusion.files import hash_file
 
 _NUMPY_TYPES = [np.ndarray, np.dtype, _reconstruct, scalar, *(type(np.dtype(kind)) for kind in "?bhilqBHILQefd")]
 _SAFE_TYPES = [datetime.timedelta, TorchVersion, *_NUMPY_TYPES]
-"""What Composer stores beside tensors and plain containers."""
+"""Types that Composer stores beside tensors and plain containers."""
 
 _NUM_THREADS = 8
 
@@ -56,7 +56,7 @@ _DAMAGE = (
     zipfile.BadZipFile,
     OSError,
 )
-"""What reading a damaged pickle or archive raises."""
+"""Exceptions of reading a damaged pickle or archive."""
 
 
 class UnsafeCheckpointError(DataError):
@@ -107,7 +107,7 @@ _INDEX_CLASSES = {
         for name in ("PosixPath", "PurePosixPath")
     },
 }
-"""What an index consists of, beside dtypes and plain containers."""
+"""Classes of an index, beside dtypes and plain containers."""
 
 
 class _IndexUnpickler(pickle.Unpickler):

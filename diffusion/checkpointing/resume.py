@@ -226,7 +226,7 @@ def _newest_to_upload(folder: Path, remote: RemoteCheckpoints) -> Path | None:
 
 
 def _is_written(path: Path) -> bool:
-    """Whether all ranks have written their files, which may be on other nodes."""
+    """Return whether all ranks have written their files, which may be on other nodes."""
     try:
         return bool(read_index(path).storage_data) if path.is_dir() else is_complete(path)
     except DataError:
@@ -301,7 +301,7 @@ def _differences(
 
 
 def _is_another_run(task: Task, change: Change) -> bool:
-    """Whether a change is one of what is trained. The path of weights that are only read may change."""
+    """Return whether a change is one of what is trained. The path of weights that are only read may change."""
     key, was, value = change
     is_moved = is_location(key) and was is not None and value is not None
     return _TRAINED[task].fullmatch(key) is not None and not is_moved
@@ -337,7 +337,7 @@ def restore_group_settings(trainer: Trainer, settings: Sequence[Mapping[str, Any
 
 
 def has_ended(trainer: Trainer) -> bool:
-    """Whether the checkpoint that was loaded is that of the run's last step."""
+    """Return whether the checkpoint that was loaded is that of the run's last step."""
     end = trainer.state.max_duration
     return end is not None and trainer.state.timestamp.get(end.unit) >= end
 
@@ -354,7 +354,7 @@ def finish(trainer: Trainer) -> None:
 
 
 def is_finished(run: Path, step: int) -> bool:
-    """Whether nothing is left to do after a step, as rank 0 sees it. To be called by all ranks."""
+    """Return whether nothing is left to do after a step, as rank 0 sees it. To be called by all ranks."""
     return on_first_rank(lambda: finished_step(run) == step, takes_long=True)
 
 

@@ -117,7 +117,7 @@ class Dpg(Suite[Item]):
         return [self.name, *(f"{self.name}/{category}" for category in found)]
 
     def judge(self, item: Item, image: Image.Image) -> list[bool]:
-        """Whether the answer to each question is yes."""
+        """Return for each question whether the answer is yes."""
         questions = [question.text for question in item.questions]
         return [yes > no for yes, no in self.vqa.probabilities(image, questions, ["yes", "no"])]
 

@@ -13,14 +13,14 @@ from diffusion.config.training import Plugin
 
 
 class Engine(str, Enum):
-    """What runs the workers."""
+    """Engine of the workers."""
 
     processes = "processes"
     ray = "ray"
 
 
 class Missing(str, Enum):
-    """What a filter does with an image that lacks the value it looks at."""
+    """Treatment of an image without the value that a filter needs."""
 
     keep = "keep"
     reject = "reject"
@@ -95,7 +95,7 @@ class ConditionConfig:
 
 @dataclass(kw_only=True)
 class FiltersConfig:
-    """What is kept. Null or an empty list: not asked."""
+    """Conditions on the images that are kept. Null or an empty list: no condition."""
 
     min_shorter_side: int | None = bounded(None, min=1)
     """Pixels."""
@@ -116,16 +116,16 @@ class FiltersConfig:
     """A scorer's column, or a key of the source's metadata."""
 
     min_caption_characters: int | None = bounded(None, min=1)
-    """Of each caption."""
+    """Minimum of each caption."""
 
     max_caption_characters: int | None = bounded(None, min=1)
-    """Of each caption."""
+    """Maximum of each caption."""
 
     min_caption_words: int | None = bounded(None, min=1)
-    """Of each caption; words are separated by white space."""
+    """Minimum of each caption; words are separated by white space."""
 
     max_caption_words: int | None = bounded(None, min=1)
-    """Of each caption; words are separated by white space."""
+    """Maximum of each caption; words are separated by white space."""
 
     keywords: list[str] = field(default_factory=list)
     """Images are rejected if a caption holds one of these words or phrases, whole and in either case."""

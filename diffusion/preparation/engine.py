@@ -52,7 +52,7 @@ _RAY_RETRIES = 20
 """Attempts for a group of tasks whose actor died; while Ray finds out that a node is lost, several fail at once."""
 
 _is_worker_process = False
-"""Whether this process is one of several workers of a machine, whose death the parent deals with."""
+"""True in a process that is one of several workers of a machine, whose death the parent handles."""
 
 _NODE_GROUP = "ray.io/node-group"
 """Label of the nodes that Ray's cluster launcher or KubeRay started: such a cluster may start more of them."""
@@ -356,7 +356,7 @@ def _check_room(ray: Any, options: Mapping[str, Any]) -> None:
 
 
 def cluster_has_gpus(workers: Workers) -> bool:
-    """Whether the Ray cluster has GPUs now."""
+    """Return whether the Ray cluster has GPUs now."""
     return _connected(workers).cluster_resources().get("GPU", 0) > 0
 
 
@@ -369,7 +369,7 @@ def _groups(num_tasks: int) -> Iterator[tuple[int, int]]:
 
 
 class _Actor:
-    """What an actor of the pool does with a block of tasks."""
+    """Perform a block of tasks in an actor of the pool."""
 
     def __init__(self, make: bytes) -> None:
         import ray

@@ -126,7 +126,7 @@ class Partition:
     num_records: int | None = None
     """Records and rejections; None if that is not known beforehand."""
     items: tuple[str, ...] = ()
-    """Of a folder of images: what `Source.scan` needs of each file, as JSON. The driver does not keep them: it writes
+    """Files of a folder of images for `Source.scan`, as JSON. The driver does not keep them: it writes
     them to a file, from which the worker reads them back (`diffusion.preparation.scan`)."""
 
 

@@ -78,7 +78,7 @@ _FIELDS = tuple(one.name for one in fields(Partition) if one.name != "items")
 
 @dataclass(frozen=True)
 class Scan:
-    """What `scan.json` says: the sources of a data set and their partitions."""
+    """Content of `scan.json`: the sources of a data set and their partitions."""
 
     sources: Sequence[Source]
     partitions: Sequence[Partition]

@@ -1,4 +1,4 @@
-"""What the sources have in common: files below a folder, comparison with earlier scans, limits of an image."""
+"""Base of the sources: files below a folder, comparison with earlier scans, limits of an image."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -64,7 +64,7 @@ class Source:
     root: str
     """The folder or the file: an absolute path or a URL."""
     is_file: bool = False
-    """Whether `root` is a file."""
+    """True if `root` is a file."""
     pattern: str | None = None
     """Pattern of the files below the folder; None for all of the kind."""
     image_column: str | None = None

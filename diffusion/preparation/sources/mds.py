@@ -379,7 +379,7 @@ def _sample(file: BinaryIO | _Decompressed, number: int, offsets: Sequence[int],
 
 
 def _is_metadata(encoding: str) -> bool:
-    """Whether a column of this encoding becomes metadata."""
+    """Return whether a column of this encoding becomes metadata."""
     return encoding in _METADATA or (encoding.startswith(_NUMBERS) and ":" not in encoding)
 
 

@@ -263,7 +263,7 @@ def _is_caption(kind: pa.DataType) -> bool:
 
 
 def _is_metadata(kind: pa.DataType) -> bool:
-    """Whether a column becomes metadata: texts, lists of texts, numbers, truth values and times do."""
+    """Return whether a column becomes metadata: texts, lists of texts, numbers, truth values and times do."""
     if _is_text(kind) or (_is_list(kind) and _is_text(kind.value_type)):
         return True
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
