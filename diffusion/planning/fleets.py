@@ -18,6 +18,7 @@ from diffusion.config.schema import Config, Task
 from diffusion.errors import ConfigurationError
 from diffusion.planning.plan import (
     SECONDS_PER_DAY,
+    UNKNOWN,
     Plan,
     largest_microbatch,
     plan_run,
@@ -461,7 +462,7 @@ def format_budgets(budgets: Sequence[Budget], failures: Failures, dollars: float
     }
     if dollars is not None:
         tables[f"Steps for ${dollars:,.0f}"] = [_steps_row(budget, dollars) for budget in budgets]
-    parts = [f"{title}\n{pd.DataFrame(rows).to_string(index=False)}\n" for title, rows in tables.items()]
+    parts = [f"{title}\n{_table(rows)}\n" for title, rows in tables.items()]
     notes = f"""Assumed
   - Images per second at other resolutions and of other networks go by floating-point operations.
   - One failure in {failures.gpu_hours_between:,.0f} GPU-hours, {failures.restart_seconds:g} s to restart, \
@@ -475,6 +476,11 @@ def format_budgets(budgets: Sequence[Budget], failures: Failures, dollars: float
         for problem in run.problems
     ]
     return "\n".join([*parts, *impossible, notes])
+
+
+def _table(rows: Sequence[dict[str, str]]) -> str:
+    table = pd.DataFrame(rows)
+    return table.loc[:, (table != UNKNOWN).any()].to_string(index=False)
 
 
 def _cost_row(budget: Budget) -> dict[str, str]:

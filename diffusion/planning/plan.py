@@ -44,7 +44,7 @@ from diffusion.planning.storage import (
 )
 
 SECONDS_PER_DAY = 86400
-UNKNOWN = "not known"
+UNKNOWN = "unknown"
 
 ASSUMPTIONS = [
     "Memory: fp32 weights, gradients, AdamW moments and averages; fsdp gathers weights in the arithmetic's precision. "
@@ -224,11 +224,8 @@ def largest_microbatch(plan: Plan) -> str:
 
 
 def _stream(stream: StreamPlan) -> str:
-    parts = [
-        f"{shown(stream.num_samples, '{:,}')} samples",
-        f"{shown(stream.epochs, '{:,.2f}')} epochs",
-        f"{shown(stream.share, '{:.2%}')} of the run",
-    ]
+    numbers = {"{:,} samples": stream.num_samples, "{:,.2f} epochs": stream.epochs, "{:.2%} of the run": stream.share}
+    parts = [form.format(number) for form, number in numbers.items() if number is not None] or [UNKNOWN]
     if stream.draws is not None:
         parts.append(f"an epoch drops {stream.dropped:,} of {stream.draws:,}")
     return ", ".join(parts)

@@ -61,7 +61,7 @@ def test_what_is_not_given_is_not_known():
     plan = make_plan(recipe(), num_parameters=NUM_PARAMETERS)
     assert (plan.days, plan.gpu_hours, plan.cost) == (None, None, None)
     assert "time                 " in format_plan(plan)
-    assert "not known (set plan.images_per_second)" in format_plan(plan)
+    assert "unknown (set plan.images_per_second)" in format_plan(plan)
 
 
 def test_ranks_come_from_the_launcher_unless_the_fleet_is_named():
@@ -290,7 +290,7 @@ def test_text():
     for line in [
         "Plan of phase1",
         "1,126,400,000 = 550,000 iterations x 2,048",
-        "not known samples, not known epochs",
+        "stream 256-512",
         "1.12 days on 128 GPUs",
         "865,910,724 trained",
         "  data.local: Root of the data set.",
