@@ -28,7 +28,7 @@ _SPENT = 1
 """Rank 0's number for a spent budget: smaller than any signal, which comes first."""
 
 
-class LaggingMaximum:
+class DelayedMaximum:
     """The largest of the ranks' numbers, one step later, so that no rank waits for its device or for another rank.
 
     All ranks call `start` and `finish` alternately. The device is that of the tensors of collectives.
@@ -79,7 +79,7 @@ class SaveOnPreemption(Callback):
         self.saver, self.marker, self.meter = saver, folder / PREEMPTED, meter
         self._received = 0
         self._handlers: dict[int, Any] = {}
-        self._agreement: LaggingMaximum
+        self._agreement: DelayedMaximum
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Handle signals in place of Composer, which would exit at once, and remove the marker."""
@@ -87,7 +87,7 @@ class SaveOnPreemption(Callback):
             self._handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
             os.register_at_fork(after_in_child=functools.partial(_shield, weakref.ref(self)))
             atexit.register(end_workers)
-        self._agreement = LaggingMaximum(state.device.tensor_to_device(torch.zeros(1)).device)
+        self._agreement = DelayedMaximum(state.device.tensor_to_device(torch.zeros(1)).device)
         if dist.get_global_rank() == 0:
             self.marker.unlink(missing_ok=True)
 

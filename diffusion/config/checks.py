@@ -19,7 +19,7 @@ from diffusion.config.schema import Config, Task
 from diffusion.config.training import Decay, Device, OptimizerName, Parallelism, Precision
 from diffusion.errors import ConfigurationError, MachineError, raise_all
 
-LEAST_JUDGED_SIDE = 24
+MIN_JUDGED_SIDE = 24
 """Side in pixels of the smallest images that the VAE's discriminator takes; LPIPS takes 16."""
 
 
@@ -220,11 +220,11 @@ def _transformed_sizes(config: Config) -> Iterator[str]:
         return
     sizes = image_sizes(streams if isinstance(streams, list) else [], config.data.resolution)
     side = min((min(size) for size in sizes), default=config.data.resolution)
-    if side * settings.equivariance.min_scale < LEAST_JUDGED_SIDE:
+    if side * settings.equivariance.min_scale < MIN_JUDGED_SIDE:
         yield (
             f"autoencoder.equivariance.min_scale is {settings.equivariance.min_scale}: images of {side} pixels would "
-            f"shrink below {LEAST_JUDGED_SIDE}, too small for the discriminator and the perceptual distance. Set it to "
-            f"{min(1.0, math.ceil(100 * LEAST_JUDGED_SIDE / side) / 100)}, or both of their weights to 0."
+            f"shrink below {MIN_JUDGED_SIDE}, too small for the discriminator and the perceptual distance. Set it to "
+            f"{min(1.0, math.ceil(100 * MIN_JUDGED_SIDE / side) / 100)}, or both of their weights to 0."
         )
 
 

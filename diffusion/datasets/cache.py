@@ -221,7 +221,7 @@ class StreamShards:
         self._checked = mmap.mmap(-1, len(self.index.shards))
         self._rank_locks = [multiprocessing.Lock() for _ in range(_NUM_LOCKS)]
         self._files = files or ShardFiles()
-        self._at_hand: dict[int, str] = {}
+        self._paths: dict[int, str] = {}
         self._decoders: dict[int, SampleDecoder] = {}
         self._read_bytes = 0
 
@@ -268,13 +268,13 @@ class StreamShards:
         """Read the wanted columns of a sample; a DataError if its shard cannot be fetched, or its bytes are damaged."""
         shard, inside = self.index.locate(index)
         for _ in range(READ_ATTEMPTS):
-            path = self._at_hand.get(shard) or self._have_at_hand(shard)
+            path = self._paths.get(shard) or self._present_path(shard)
             try:
                 data = self._files.read(path, inside)
                 self._read_bytes += len(data)
                 return self._decoder(self.index.shards[shard])(data)
             except FileNotFoundError:  # Removed to make room.
-                self._at_hand.pop(shard)
+                self._paths.pop(shard)
             except (ValueError, IndexError, KeyError) as error:
                 remedy = _REWRITE if self.remote is None else "Delete the file: it is fetched again"
                 what = f"{type(error).__name__}: {error}"
@@ -290,7 +290,7 @@ class StreamShards:
         Returns:
             Bytes of samples that this process has read since the last call.
         """
-        self._at_hand.clear()
+        self._paths.clear()
         if self._limit is not None:
             self._files.close()
         num_bytes, self._read_bytes = self._read_bytes, 0
@@ -299,14 +299,14 @@ class StreamShards:
     def close(self) -> None:
         """Close all files."""
         self._files.close()
-        self._at_hand.clear()
+        self._paths.clear()
 
-    def _have_at_hand(self, shard: int) -> str:
+    def _present_path(self, shard: int) -> str:
         path = str(self.path(shard))
         if not os.access(path, os.F_OK):  # An open file would be read on although it is gone.
             self._files.forget(path)
         self.ensure(shard)
-        self._at_hand[shard] = path
+        self._paths[shard] = path
         return path
 
     def _decoder(self, shard: Shard) -> SampleDecoder:

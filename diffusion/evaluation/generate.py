@@ -132,7 +132,7 @@ class CheckpointGenerator(Generator):
     ) -> list[Image.Image]:
         """Generate one image for each prompt."""
         try:
-            self.model.asked_scores(sampling.scores)
+            self.model.requested_scores(sampling.scores)
         except ValueError as error:
             raise ConfigurationError(f"protocol.sampling.scores: {error}") from error
         images = self.model.generate(

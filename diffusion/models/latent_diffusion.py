@@ -463,7 +463,7 @@ class LatentDiffusion(ComposerModel):
         batch_size = whole_number("batch_size", batch_size, least=1)
         seeds = image_seeds(seed, len(texts))
         noise = self._initial_noise(latents, seeds, size)
-        asked = self.asked_scores(scores)
+        asked = self.requested_scores(scores)
 
         scheduler = inference_scheduler(self.noise_scheduler, sampler)
         was_training = self.network.training
@@ -498,7 +498,7 @@ class LatentDiffusion(ComposerModel):
             raise ValueError(f"latents {found}: {len(seeds)} images of {size[0]} x {size[1]} px take {expected}")
         return latents.to(device, torch.float32)
 
-    def asked_scores(self, scores: Mapping[str, float] | None) -> Tensor | None:
+    def requested_scores(self, scores: Mapping[str, float] | None) -> Tensor | None:
         """Scores float32 [S] to ask for, NaN for "none"; None without conditioning on them.
 
         Raises:
