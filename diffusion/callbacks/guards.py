@@ -50,13 +50,17 @@ class LossGuard(Callback):
     def __init__(self, guard: GuardConfig, run: Path) -> None:
         self.guard, self.run = guard, run
         self._record: list[Rollback] = []
-        self._skipped = set(guard.skip_steps)
+        self._rolled_back: set[int] = set()
         self._before: deque[float] = deque(maxlen=guard.spike_window)
+
+    @property
+    def _skipped(self) -> set[int]:
+        return self._rolled_back.union(self.guard.skip_steps)
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Read the skipped steps from the record; a DataError on all ranks if it is damaged."""
         self._record = on_first_rank(lambda: read_rollbacks(self.run))
-        self._skipped.update(step for rollback in self._record for step in rollback.skipped)
+        self._rolled_back.update(step for rollback in self._record for step in rollback.skipped)
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         """Drop the gradients of a skipped step: the optimizer ignores weights without gradients."""
@@ -102,14 +106,14 @@ class LossGuard(Callback):
             log.warning("the loss of step %d is %g; its samples are listed in %s", step, loss, self.run / WRONG_LOSSES)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the skipped steps and the losses that later ones are compared with, as text."""
+        """Return the steps that rollbacks skip and the losses that later ones are compared with, as text."""
         before = list(self._before) if self.guard.spike_factor is not None else []
-        return {"state": json.dumps({"skipped": sorted(self._skipped), "before": before})}
+        return {"state": json.dumps({"skipped": sorted(self._rolled_back), "before": before})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the state of a checkpoint."""
         content = json.loads(state.get("state") or "{}")
-        self._skipped.update(content.get("skipped", []))
+        self._rolled_back.update(content.get("skipped", []))
         self._before.extend(content.get("before", []))
 
 
