@@ -19,7 +19,14 @@ from diffusion.config.training import TrainerConfig
 
 log = logging.getLogger(__name__)
 
-BOOKKEEPING = ("state.callbacks.", "state.schedulers.", "state.integrations.", "state.metadata.", "rng.")
+BOOKKEEPING = (
+    "state.callbacks.",
+    "state.schedulers.",
+    "state.integrations.",
+    "state.metadata.",
+    "state.scaler.",
+    "rng.",
+)
 """Prefixes of keys that a checkpoint may lack; those of model, optimizer and data are required."""
 
 
