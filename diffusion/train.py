@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer import Algorithm, Callback, Evaluator, Trainer
+from composer import Algorithm, Callback, Evaluator, Trainer, algorithms
 from composer.core import DataSpec
 from composer.loggers import LoggerDestination
 from composer.models import ComposerModel
@@ -46,6 +46,7 @@ from diffusion.checkpointing.resume import (
     mark_finished,
     remove_downloads,
     restore_group_settings,
+    with_kept_settings,
 )
 from diffusion.checkpointing.roll_back import roll_back
 from diffusion.config.checks import check, check_machine, num_batches, resolve_device, steps_of
@@ -131,7 +132,10 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
         storage = agree(lambda: checkpoint_storage(config, folder))
         roll_back(storage, keeps_all=config.trainer.keep_checkpoints == -1)
         load_path = find_resumption(config, storage)
-        initial = find_initial_weights(config) if load_path is None else config
+        if load_path is None:
+            initial = find_initial_weights(config)
+        else:
+            initial = config = on_first_rank(lambda: with_kept_settings(config, Path(load_path)))
 
         # Model
         build = build or partial(build_training_model, is_new=load_path is None)
@@ -457,6 +461,7 @@ def build_trainer(
             run_name=config.run_name,
             progress_bar=shows_progress_bar(config),
             load_path=load_path,
+            load_exclude_algorithms=dir(algorithms),  # Composer would evaluate text of the checkpoint to build them.
             load_strict_model_weights=True,
         )
     except CheckpointException as error:

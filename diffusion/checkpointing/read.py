@@ -404,7 +404,7 @@ def read_position(checkpoint: Path) -> tuple[int, dict[str, str | int | None]]:
 # The weights of the model
 
 _MODEL = "state.model."
-_AVERAGES = "state.callbacks.LateStartEMA."
+AVERAGES = "state.callbacks.LateStartEMA."
 
 
 def read_weights(checkpoint: Path, weights: str, *, is_checked: bool = False) -> dict[str, Tensor]:
@@ -430,12 +430,12 @@ def read_weights(checkpoint: Path, weights: str, *, is_checked: bool = False) ->
         if not state.keys(_MODEL):
             raise DataError(f"checkpoint {checkpoint} holds no model")
         return state.read_below(_MODEL)
-    labels = str(state.read_below(f"{_AVERAGES}labels").get("", "")).split()
+    labels = str(state.read_below(f"{AVERAGES}labels").get("", "")).split()
     if weights != Weights.ema and weights not in labels:
         there = f"holds {', '.join(labels)}" if labels else "holds no averages (they had not started)"
         raise DataError(f"checkpoint {checkpoint} {there}, but not the average {weights}: choose another one")
     is_first = weights == Weights.ema or weights == labels[0]
-    average = state.read_below(_AVERAGES + ("averages." if is_first else f"others.{weights}."))
+    average = state.read_below(AVERAGES + ("averages." if is_first else f"others.{weights}."))
     if not average:
         raise DataError(f"checkpoint {checkpoint} holds no average of the weights (it had not started, or is off)")
     frozen = [key for key in state.keys(_MODEL) if key.removeprefix(_MODEL) not in average]

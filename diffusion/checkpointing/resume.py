@@ -2,12 +2,11 @@
 
 import json
 import logging
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from composer import Event, Trainer
@@ -17,16 +16,17 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from diffusion.checkpointing.find import check_checkpoint, check_whole, is_complete, newest_that_passes
 from diffusion.checkpointing.layout import list_checkpoints, remove_copy, remove_half_written
-from diffusion.checkpointing.read import check_safe, read_config, read_index
+from diffusion.checkpointing.read import AVERAGES, StoredState, check_safe, read_config, read_index
 from diffusion.checkpointing.remote import RemoteCheckpoint, RemoteCheckpoints
-from diffusion.config.checks import is_location
-from diffusion.config.loading import to_public_yaml, to_yaml
-from diffusion.config.schema import Config, Task
-from diffusion.config.training import Parallelism
+from diffusion.config.documentation import field_types, split_optional
+from diffusion.config.loading import from_dict, to_dict
+from diffusion.config.resumption import Effect, effect_of
+from diffusion.config.schema import Config
+from diffusion.config.secrets import redact
 from diffusion.distributed import agree, local_rank, on_first_rank, rank
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.files import write_json
-from diffusion.formats.run_folder import CHECKPOINTS, DOWNLOADS, FINISHED, UPLOADS, finished_step
+from diffusion.formats.run_folder import CHECKPOINTS, DOWNLOADS, FINISHED, UPLOADS, checkpoint_folder, finished_step
 from diffusion.storage import is_url
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def find_resumption(config: Config, storage: CheckpointStorage) -> str | None:
     downloaded once per node, to `downloads/` in the run folder. To be called by all ranks.
 
     Raises:
-        ConfigurationError: the checkpoint was written with another parallelism, or is of another model or objective.
+        ConfigurationError: a key has another value than in the checkpoint that is refused on resumption.
         DataError: it would run code, or all checkpoints are damaged.
         MachineError: half-written files cannot be removed, or the store cannot be used.
     """
@@ -116,20 +116,12 @@ def _find_local(config: Config, storage: CheckpointStorage) -> Path | None:
     newest = newest_that_passes(present, check_checkpoint)
     if newest is not None:
         storage.damaged.update(path.name for path in present[present.index(newest) + 1 :])
-        _check_resumable(config, newest, str(newest))
+        check_changes(config, newest, str(newest))
     elif present:
         raise _none_is_whole(folder)
+    else:
+        _check_none_elsewhere(config, storage.run)
     return newest
-
-
-def _check_resumable(config: Config, checkpoint: Path, name: str) -> None:
-    parallelism = config.trainer.parallelism
-    if checkpoint.is_dir() != (parallelism == Parallelism.fsdp):
-        raise ConfigurationError(
-            f"trainer.parallelism={parallelism.value} cannot resume from {name}, which was written with "
-            f"{'fsdp' if checkpoint.is_dir() else 'ddp'}: set it back, or choose another run_name"
-        )
-    check_changes(config, checkpoint, name)
 
 
 def _check_none(location: Path | str, present: Sequence[object]) -> None:
@@ -139,6 +131,20 @@ def _check_none(location: Path | str, present: Sequence[object]) -> None:
             f"trainer.autoresume=false, but {location} has checkpoints (the newest is {present[-1]}): choose another "
             "run_name, or remove them"
         )
+
+
+def _check_none_elsewhere(config: Config, run: Path) -> None:
+    """Check that a run without checkpoints has none where an earlier start may have written them."""
+    for location in {checkpoint_folder(run), str(run / CHECKPOINTS)} - {None, config.trainer.checkpoint_folder}:
+        if is_url(location):
+            present = RemoteCheckpoints(location, timeout=config.trainer.store_timeout).present()
+        else:
+            present = list_checkpoints(Path(location).expanduser())
+        if present:
+            raise ConfigurationError(
+                f"trainer.checkpoint_folder={config.trainer.checkpoint_folder or 'null'} holds no checkpoint, but "
+                f"{location} does, and the run would begin anew. Copy them there, or set trainer.checkpoint_folder back"
+            )
 
 
 def _none_is_whole(location: Path | str) -> DataError:
@@ -194,14 +200,11 @@ def _download_newest(config: Config, storage: CheckpointStorage, remote: RemoteC
     newest = newest_that_passes(present, check)
     if newest is not None:
         storage.damaged.update(checkpoint.name for checkpoint in present[present.index(newest) + 1 :])
-        _check_resumable(config, storage.downloads / newest.name, str(newest))
+        check_changes(config, storage.downloads / newest.name, str(newest))
     elif present:
         raise _none_is_whole(remote.uri)
-    elif list_checkpoints(storage.run / CHECKPOINTS):
-        raise ConfigurationError(
-            f"trainer.checkpoint_folder={remote.uri} holds no checkpoint, but {storage.run / 'checkpoints'} "
-            "does, and the run would begin anew. Copy them there, or set trainer.checkpoint_folder=null"
-        )
+    else:
+        _check_none_elsewhere(config, storage.run)
     return newest
 
 
@@ -243,18 +246,6 @@ def _finish_upload_of(local: Path, remote: RemoteCheckpoints) -> None:
 
 # Changed settings
 
-_TRAINED = {
-    Task.diffusion: re.compile(r"task|model\.(?!local_files_only|low_precision_norms).*|objective\..*|optimizer\.name"),
-    Task.autoencoder: re.compile(
-        r"task|model\.architecture|autoencoder\.(?!adversarial_start|discriminator_lr|initial_logvar).*"
-    ),
-}
-"""Keys that define what is trained: a run with other values is another run."""
-
-_PLUGIN_ORDER = re.compile(r"seed|data\.(global_batch_size|shuffle)|plugins\.train_dataset")
-"""Keys that determine the order of a data set of the user's own, and with it the position in it; this package's own
-data has a fingerprint of its order."""
-
 Change = tuple[str, Any, Any]
 """Key, value in the checkpoint, value now."""
 
@@ -263,18 +254,21 @@ def check_changes(config: Config, checkpoint: Path, name: str) -> None:
     """Reject what makes another run than that of a checkpoint, which messages call `name`; log other changes.
 
     Raises:
-        ConfigurationError: another model or objective is configured than the checkpoint was trained with, or another
-            order of a data set of the user's own.
+        ConfigurationError: a key has another value than in the checkpoint that is refused on resumption.
         DataError: the checkpoint has no configuration.
     """
     before = yaml.safe_load(read_config(checkpoint))
-    now, defaults = yaml.safe_load(to_public_yaml(config)), yaml.safe_load(to_yaml(Config()))
-    changes = list(_differences(before, now, defaults))
-    has_plugin = config.plugins.train_dataset is not None
+    now = redact(to_dict(config))
+    changes = [(effect_of(change[0], config.task), change) for change in _differences(before, now)]
+    refused = {Effect.refused}
+    if config.plugins.train_dataset is not None:  # This package's own data has a fingerprint of its order.
+        refused.add(Effect.same_order)
+    if any(effect is Effect.same_averages for effect, _ in changes) and StoredState(checkpoint).keys(AVERAGES):
+        refused.add(Effect.same_averages)
     rejected = [
-        change
-        for change in changes
-        if _is_another_run(config.task, change) or (has_plugin and _PLUGIN_ORDER.fullmatch(change[0]))
+        (key, was, value)
+        for effect, (key, was, value) in changes
+        if effect in refused or (effect is Effect.same_weights and (was is None or value is None))
     ]
     if rejected:
         raise ConfigurationError(
@@ -282,29 +276,34 @@ def check_changes(config: Config, checkpoint: Path, name: str) -> None:
             f"{'this' if len(rejected) == 1 else 'these'} back; or begin another run, with another run_name or "
             "output_folder, from its weights if that is intended (init_from.checkpoint)"
         )
-    if changes:
-        log.info("settings that differ from %s: %s", name, _list_changes(changes))
+    if kept := [change for effect, change in changes if effect is Effect.kept]:
+        log.warning("settings without effect on a resumption, which stay as in %s: %s", name, _list_changes(kept))
+    if others := [change for effect, change in changes if effect is not Effect.kept]:
+        log.info("settings that differ from %s: %s", name, _list_changes(others))
+
+
+def with_kept_settings(config: Config, checkpoint: Path) -> Config:
+    """Replace settings without effect on a resumption by those of the checkpoint, which records are to name."""
+    before = yaml.safe_load(read_config(checkpoint))
+    autoencoder = {key: value for key, value in before.get("autoencoder", {}).items() if key == "initial_logvar"}
+    values = {"init_from": before.get("init_from"), "autoencoder": autoencoder}
+    kept = from_dict(Config, values, str(checkpoint))
+    logvar = kept.autoencoder.initial_logvar
+    return replace(config, init_from=kept.init_from, autoencoder=replace(config.autoencoder, initial_logvar=logvar))
 
 
 def _differences(
-    before: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = ""
+    before: Mapping[str, Any], now: Mapping[str, Any], section: type = Config, prefix: str = ""
 ) -> Iterator[Change]:
     """Keys of today's schema whose values differ; a key that is not in the checkpoint had its default."""
-    for key, value in now.items():
-        default = defaults.get(key)
-        was = before.get(key, default)
-        sections = [one for one in (was, value, default) if isinstance(one, dict) and one]  # Free keys default to {}.
-        if len(sections) == 3:
-            yield from _differences(*sections, prefix=f"{prefix}{key}.")
+    defaults = to_dict(section())
+    for key, annotation in field_types(section).items():
+        kind, _ = split_optional(annotation)
+        was, value = before.get(key, defaults[key]), now[key]
+        if is_dataclass(kind) and isinstance(was, dict) and isinstance(value, dict):
+            yield from _differences(was, value, cast("type", kind), f"{prefix}{key}.")
         elif was != value:
             yield prefix + key, was, value
-
-
-def _is_another_run(task: Task, change: Change) -> bool:
-    """Return whether a change is one of what is trained. The path of weights that are only read may change."""
-    key, was, value = change
-    is_moved = is_location(key) and was is not None and value is not None
-    return _TRAINED[task].fullmatch(key) is not None and not is_moved
 
 
 def _list_changes(changes: list[Change]) -> str:

@@ -7,7 +7,7 @@ import itertools
 import json
 import textwrap
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -107,17 +107,19 @@ def _section(annotation: Any) -> tuple[type | None, bool]:
     return (kind, is_several) if isinstance(kind, type) and dataclasses.is_dataclass(kind) else (None, is_several)
 
 
-def reference(commands: Mapping[str, type]) -> str:
+def reference(commands: Mapping[str, type], effects: Mapping[str, Callable[[str], str]]) -> str:
     """Describe the configuration of commands in Markdown: a chapter for each, with a table for each section.
 
     Args:
         commands: names such as `scripts/prepare.py`, and the dataclasses of their YAML files.
+        effects: by command, the effect of a changed key on a resumption, for those that resume.
     """
     lines = []
     for name, schema in commands.items():
-        lines += [f"\n## {name}", *_table(schema)]
+        effect = effects.get(name)
+        lines += [f"\n## {name}", *_table(schema, "", effect)]
         for key, section in _sections(schema, ""):
-            lines += [f"\n### {key}\n\n{_summary(section)}", *_table(section)]
+            lines += [f"\n### {key}\n\n{_summary(section)}", *_table(section, f"{key}.", effect)]
     return "".join(line + "\n" for line in lines)
 
 
@@ -130,10 +132,14 @@ def _sections(schema: type, prefix: str) -> Iterator[tuple[str, type]]:
             yield from _sections(section, f"{key}.")
 
 
-def _table(schema: type) -> Iterator[str]:
-    yield "\n| key | type | default | meaning |\n|---|---|---|---|"
+def _table(schema: type, prefix: str, effect: Callable[[str], str] | None) -> Iterator[str]:
+    head = ["key", "type", "default", "meaning"] + (["changed on resumption"] if effect is not None else [])
+    yield "\n| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|"
     for field in dataclasses.fields(schema):  # type: ignore[arg-type]
-        cells = (f"`{field.name}`", _shown_type(schema, field), _shown_default(field), field_docs(schema)[field.name])
+        default = _shown_default(field)
+        cells = [f"`{field.name}`", _shown_type(schema, field), default, field_docs(schema)[field.name]]
+        if effect is not None:  # A group that is always there changes by its keys.
+            cells.append(effect(f"{prefix}{field.name}".replace(".N.", ".0.")) if default else "")
         yield "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 

@@ -159,7 +159,7 @@ class LateStartEMA(Callback):
         """Load the averages of the checkpoint.
 
         Raises:
-            DataError: other averages are configured, or they are those of another model.
+            DataError: they are those of another model.
         """
         if state.load_path is None:
             return
@@ -169,13 +169,6 @@ class LateStartEMA(Callback):
         except ValueError as error:
             raise DataError(f"checkpoint {path}: {error}") from error
 
-    def _check_labels(self, stored: str) -> None:
-        if stored != self.labels:
-            raise ValueError(
-                f"it holds the averages {stored}, but configured are {self.labels}. Set algorithms.ema back, or begin "
-                "a new run from it with init_from"
-            )
-
     @torch.no_grad()
     def _load(self, state: State, path: Path) -> None:
         """Load them here: Composer loads only shards whose keys exist already, and before the start there are none."""
@@ -184,7 +177,6 @@ class LateStartEMA(Callback):
         stored = [key.removeprefix(prefix) for key in checkpoint.keys(prefix)]
         if not stored:
             return
-        self._check_labels(checkpoint.read([f"{prefix}labels"])[f"{prefix}labels"])
         self._allocate(state)
         averages = [average.averages for average in self.averages]
         expected = [f"averages.{name}" for name in averages[0]]
