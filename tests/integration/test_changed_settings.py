@@ -145,10 +145,9 @@ DISCRIMINATOR = ["autoencoder.adversarial_weight=0.1", "autoencoder.adversarial_
     [
         ("toy", ["trainer.parallelism=ddp"], [*OPTIMIZER, "schedule.warmup=5ba"]),
         ("toy", ["trainer.parallelism=fsdp"], [*OPTIMIZER, "schedule.decay=linear", "schedule.final=0.5"]),
-        ("toy", ["trainer.parallelism=fsdp", "optimizer.name=muon"], [*OPTIMIZER, "optimizer.momentum=0.7"]),
         ("autoencoder", DISCRIMINATOR, [*OPTIMIZER, "autoencoder.discriminator_lr=0.007"]),
     ],
-    ids=["ddp", "fsdp", "muon", "autoencoder"],
+    ids=["ddp", "fsdp", "autoencoder"],
 )
 def test_optimizer_and_schedule_have_the_settings_of_this_start(server, shapes, tmp_path, yaml, common, changes):
     yaml = {"toy": "tests/tools/toy.yaml", "autoencoder": "yamls/tiny/autoencoder.yaml"}[yaml]
