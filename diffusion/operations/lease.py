@@ -1,4 +1,4 @@
-"""Leases: one start of a run at a time, and one watcher for each checkpoint, on any host.
+"""Leases: one start of a run at a time, one writer of a data set, one watcher for each checkpoint, on any host.
 
 A lock of the kernel is not enough: not every shared file system passes it on to other hosts, and it does not name its
 holder. So a process creates and renews a file, or an object of S3, and others take it over when it is not renewed any
@@ -92,6 +92,7 @@ class _FileRecord:
 
     def take(self, content: bytes, previous: bytes | None) -> bool:
         path = self._path if previous is None else unique_partial(self._path)
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         except FileExistsError:
@@ -304,12 +305,12 @@ def leased(folder: Path | str, access: Access | None = None) -> Iterator[Lease]:
 
     def acquire() -> None:
         nonlocal lease
-        try:
-            if isinstance(folder, Path):
-                folder.mkdir(parents=True, exist_ok=True)
-            lease = _await_lease(applicant)
-        except OSError as error:
-            raise MachineError(f"the lease {applicant.record} cannot be written: {error.strerror}") from error
+        lease = await_lease(
+            applicant,
+            "the run is running already",
+            "End that one (SIGTERM saves it) or wait for its end; or set another run_name, output_folder or "
+            "trainer.checkpoint_folder",
+        )
 
     agree(lambda: acquire() if rank() == 0 else None, takes_long=True)
     holder = broadcast(lease.holder if lease is not None else None)
@@ -341,28 +342,33 @@ def leased_checkpoints(location: str | None, *, timeout: float) -> Iterator[None
         yield
 
 
-def _await_lease(applicant: Applicant) -> Lease:
-    """Acquire a lease, after its expiry if need be, or prove that its holder is alive."""
+def await_lease(applicant: Applicant, activity: str, remedy: str) -> Lease:
+    """Acquire a lease, after its expiry if need be.
+
+    Args:
+        applicant: for the lease.
+        activity: of another holder, for the message.
+        remedy: against it.
+
+    Raises:
+        MachineError: its holder is alive, or it cannot be written.
+    """
     is_waiting = False
-    while (lease := applicant.acquire()) is None:
-        if (holder := applicant.holder) is not None:
-            if applicant.is_held:
-                raise _already_running(applicant.record, holder)
-            if not is_waiting:
-                is_waiting = True
-                message = "process %d on %s holds %s: waiting up to %.0f s for its next renewal"
-                log.warning(message, holder.pid, holder.host, applicant.record, timeouts.LEASE)
-        time.sleep(0.5)
+    try:
+        while (lease := applicant.acquire()) is None:
+            if (holder := applicant.holder) is not None:
+                if applicant.is_held:
+                    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.time))
+                    other = f"process {holder.pid} on {holder.host} holds {applicant.record}, since {began}"
+                    raise MachineError(f"{activity}: {other}. {remedy}")
+                if not is_waiting:
+                    is_waiting = True
+                    message = "process %d on %s holds %s: waiting up to %.0f s for its next renewal"
+                    log.warning(message, holder.pid, holder.host, applicant.record, timeouts.LEASE)
+            time.sleep(0.5)
+    except OSError as error:
+        raise MachineError(f"the lease {applicant.record} cannot be written: {error.strerror}") from error
     return lease
-
-
-def _already_running(record: _Record, holder: Holder) -> MachineError:
-    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.time))
-    return MachineError(
-        f"the run is running already: process {holder.pid} on {holder.host} holds {record}, since {began}. End that "
-        "one (SIGTERM saves it) or wait for its end; or set another run_name, output_folder or "
-        "trainer.checkpoint_folder"
-    )
 
 
 def _is_here(holder: Holder) -> bool:

@@ -1,24 +1,16 @@
 """The folder that a data set is written to: one writer at a time, and nothing there that is not the data set's."""
 
-import _thread
 import errno
-import logging
-import os
-import secrets
 import shutil
-import socket
-import threading
-import time
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import psutil
-
 from diffusion import storage
 from diffusion.datasets.manifest import MANIFEST, REMOVED_SAMPLES, SCAN
-from diffusion.errors import DataError, MachineError, UserError
+from diffusion.errors import DataError, MachineError
 from diffusion.files import PARTIAL, lock
+from diffusion.operations.lease import Applicant, await_lease, held
 from diffusion.preparation.layout import (
     DEAD_LETTERS,
     LISTINGS,
@@ -34,13 +26,6 @@ from diffusion.preparation.layout import (
     SPLITS,
     WRITER,
 )
-
-logger = logging.getLogger(__name__)
-
-_RENEWAL_SECONDS = 30.0
-_STALE_SECONDS = 180.0
-_SETTLING_SECONDS = 2.0
-"""Between writing `writer.json` and reading it back: two that begin at the same time find one of both tokens."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 """EBADF: NFS locks only what can be opened for writing, which a folder cannot."""
@@ -60,7 +45,7 @@ def claim(out: str, kind: str | None = None) -> Iterator[None]:
         DataError: the folder holds another data set, or other files.
         MachineError: another process is writing there, or the folder cannot be written to.
     """
-    with _heartbeat(out) if storage.is_url(out) else _lock_or_heartbeat(out):
+    with _leased(storage.join(out, WRITER)) if storage.is_url(out) else _locked(out):
         if kind is not None:
             _check_content(out, kind)
             if not storage.is_url(out):
@@ -121,7 +106,8 @@ def _is_empty_folder(path: Path) -> bool:
 
 
 @contextmanager
-def _lock_or_heartbeat(out: str) -> Iterator[None]:
+def _locked(out: str) -> Iterator[None]:
+    """Hold the lock of a folder, or its lease where the file system has no locks."""
     with ExitStack() as stack:
         try:
             Path(out).mkdir(parents=True, exist_ok=True)
@@ -133,68 +119,12 @@ def _lock_or_heartbeat(out: str) -> Iterator[None]:
                 raise MachineError(
                     f"cannot write to {out}: {error.strerror or error}; choose a folder that can be written to"
                 ) from error
-            stack.enter_context(_heartbeat(out))
+            stack.enter_context(_leased(Path(out) / WRITER))
         yield
 
 
 @contextmanager
-def _heartbeat(out: str) -> Iterator[None]:
-    """Hold `writer.json`, renewed by a thread; one that is not renewed any more is taken over."""
-    uri, token, done = storage.join(out, WRITER), secrets.token_hex(8), threading.Event()
-    if message := _other_writer(uri, token):
-        raise MachineError(message)
-    _write_heartbeat(uri, token)
-    done.wait(_SETTLING_SECONDS)
-    if message := _other_writer(uri, token):
-        raise MachineError(message)
-    lost = []
-
-    def renew() -> None:
-        while not done.wait(_RENEWAL_SECONDS):
-            try:
-                if message := _other_writer(uri, token):
-                    lost.append(message)
-                    _thread.interrupt_main()
-                    return
-                _write_heartbeat(uri, token)
-            except UserError as error:
-                logger.warning("%s; it is tried again", error)
-
-    thread = threading.Thread(target=renew, name="writer", daemon=True)
-    thread.start()
-    try:
+def _leased(location: Path | str) -> Iterator[None]:
+    activity, remedy = "another process is writing there", "Wait for it, or choose another folder"
+    with held(await_lease(Applicant(location), activity, remedy)):
         yield
-    except KeyboardInterrupt as error:
-        if lost:
-            raise MachineError(lost[0]) from error
-        raise
-    finally:
-        done.set()
-        thread.join()
-        if not lost and _other_writer(uri, token) is None:
-            storage.delete([uri])
-
-
-def _write_heartbeat(uri: str, token: str) -> None:
-    writer = {"host": socket.gethostname(), "pid": os.getpid(), "token": token, "time": time.time()}
-    storage.write_json(uri, writer)
-
-
-def _other_writer(uri: str, token: str) -> str | None:
-    """Say who else writes; None if nobody does."""
-    try:
-        writer = storage.read_json(uri)
-    except DataError:
-        return None  # There is none, or one that is being written in a store without atomic writes.
-    try:
-        age = time.time() - writer["time"]
-        is_dead = writer["host"] == socket.gethostname() and not psutil.pid_exists(writer["pid"])
-        if writer["token"] == token or age > _STALE_SECONDS or is_dead:
-            return None
-        other = f"process {writer['pid']} of {writer['host']}"
-    except (KeyError, TypeError) as error:
-        raise DataError(f"{storage.shown(uri)} is damaged ({error!r}); delete it") from error
-    return (
-        f"{other} is writing to {storage.shown(uri).rpartition('/')[0]} (last heartbeat {age:.0f} s ago); wait for it, "
-        f"or choose another folder. One that has crashed is forgotten after {_STALE_SECONDS:.0f} s"
-    )

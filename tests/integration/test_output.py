@@ -1,12 +1,9 @@
-"""One writer at a time for a data set: by flock, or by a file that is renewed where there is none."""
+"""One writer at a time for a data set: by flock, or by a lease where there is none."""
 
 import errno
-import itertools
-import json
 import multiprocessing
 import os
 import signal
-import socket
 import time
 
 import pytest
@@ -15,7 +12,6 @@ from diffusion import storage
 from diffusion.errors import DataError, MachineError
 from diffusion.files import unique_partial
 from diffusion.preparation import output
-from diffusion.preparation.layout import WRITER
 from diffusion.preparation.output import claim
 from tests.tools.s3_server import s3_process, s3_server
 
@@ -25,14 +21,8 @@ KIND = "prepared"
 FORK = multiprocessing.get_context("fork")
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr(output, "_SETTLING_SECONDS", 0.1)
-    monkeypatch.setattr(output, "_RENEWAL_SECONDS", 0.1)
-
-
 @pytest.fixture(params=["locked", "without flock", pytest.param("s3", marks=pytest.mark.s3)])
-def out(request, tmp_path, monkeypatch, quick):
+def out(request, tmp_path, monkeypatch):
     """A folder of each kind."""
     if request.param == "s3":
         request.getfixturevalue("s3_server")
@@ -47,7 +37,6 @@ def unsupported(*_, **__):
 
 
 def hold(out, begun):
-    output._RENEWAL_SECONDS = 60.0  # s3rver writes in place: who looks meanwhile finds no writer.
     with claim(out, KIND):
         begun.set()
         time.sleep(600)
@@ -83,7 +72,6 @@ def test_a_killed_one_is_forgotten(out, held):
 
 def test_one_of_many_that_begin_at_the_same_time(tmp_path, monkeypatch):
     monkeypatch.setattr(output, "lock", unsupported)
-    monkeypatch.setattr(output, "_SETTLING_SECONDS", 5.0)
     winners, start, end, out = FORK.Value("i", 0), FORK.Barrier(6), FORK.Barrier(6), str(tmp_path / "out")
 
     def compete():
@@ -102,56 +90,6 @@ def test_one_of_many_that_begin_at_the_same_time(tmp_path, monkeypatch):
     for process in processes:
         process.join()
     assert winners.value == 1, [process.exitcode for process in processes]
-
-
-def test_a_stale_writer_of_another_machine_is_taken_over(tmp_path, monkeypatch, quick):
-    monkeypatch.setattr(output, "lock", unsupported)
-    path = tmp_path / WRITER
-    writer = {"host": "far", "pid": 1, "token": "x", "time": time.time() - 100}
-    path.write_text(json.dumps(writer))
-    with pytest.raises(MachineError, match="far"), claim(str(tmp_path), KIND):
-        pass
-    path.write_text(json.dumps({**writer, "time": time.time() - 200}))
-    with claim(str(tmp_path), KIND):
-        ours = json.loads(path.read_text())
-        assert ours["host"] == socket.gethostname()
-        deadline = time.monotonic() + 300
-        while json.loads(path.read_text())["time"] <= ours["time"]:
-            assert time.monotonic() < deadline, "it is not renewed"
-            time.sleep(0.05)
-    assert not path.exists()
-    path.write_text("[]")
-    with pytest.raises(DataError, match=WRITER), claim(str(tmp_path), KIND):
-        pass
-
-
-def test_a_writer_that_was_taken_over_ends(tmp_path, monkeypatch, quick):
-    """It slept: the other's file stays."""
-    monkeypatch.setattr(output, "lock", unsupported)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # Libraries of other tests have another.
-    writer = {"host": "far", "pid": 1, "token": "x", "time": time.time()}
-    look, looks = output._other_writer, itertools.count()
-
-    def look_late(uri, token):
-        if next(looks) == 2:  # The first renewal. Between its look and its write the file would be lost.
-            (tmp_path / WRITER).write_text(json.dumps(writer))
-        return look(uri, token)
-
-    monkeypatch.setattr(output, "_other_writer", look_late)
-    with pytest.raises(MachineError, match="far"), claim(str(tmp_path), KIND):
-        deadline = time.monotonic() + 300
-        while time.monotonic() < deadline:
-            time.sleep(0.05)
-    assert json.loads((tmp_path / WRITER).read_text()) == writer
-
-
-def test_the_heartbeat_of_a_successor_stays(tmp_path, monkeypatch, quick):
-    monkeypatch.setattr(output, "lock", unsupported)
-    monkeypatch.setattr(output, "_RENEWAL_SECONDS", 60)
-    writer = json.dumps({"host": "far", "pid": 1, "token": "x", "time": time.time()})
-    with claim(str(tmp_path), KIND):
-        (tmp_path / WRITER).write_text(writer)
-    assert (tmp_path / WRITER).read_text() == writer
 
 
 def test_only_data_sets_are_written_to(out):
