@@ -49,6 +49,7 @@ from diffusion.checkpointing.resume import (
     with_kept_settings,
 )
 from diffusion.checkpointing.roll_back import roll_back
+from diffusion.composer_models import AutoencoderTraining, LatentDiffusionTraining
 from diffusion.config.checks import check, check_machine, num_batches, resolve_device, steps_of
 from diffusion.config.data import Shuffling, microbatch_size
 from diffusion.config.loading import to_public_yaml
@@ -66,8 +67,8 @@ from diffusion.formats.run_folder import CONFIG
 from diffusion.loading import check_objective, read_initial
 from diffusion.models import fast
 from diffusion.models.architectures import ARCHITECTURES, build_vae, side_factor, with_seed
-from diffusion.models.autoencoder import AutoencoderTraining, initialise_logvar
-from diffusion.models.build import build_model, load_weights
+from diffusion.models.autoencoder import initialise_logvar
+from diffusion.models.build import build_parts, load_weights
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.lora import add_lora
 from diffusion.models.networks import cast_positions
@@ -274,7 +275,8 @@ def build_training_model(config: Config, device: Device, *, is_new: bool = True)
     """
     if config.task == Task.autoencoder:
         return with_seed(config.seed, lambda: _build_autoencoder(config, is_new))
-    model = build_model(config.model, config.objective, resolution=config.data.resolution, seed=config.seed)
+    parts = build_parts(config.model, config.objective, resolution=config.data.resolution, seed=config.seed)
+    model = LatentDiffusionTraining(**parts)
     model.num_slots = config.data.global_batch_size
     fast.apply(model.network, config.performance, device)
     if config.trainer.activation_checkpointing:
@@ -405,7 +407,7 @@ def build_evaluator(config: Config, model: ComposerModel, files: Files | None = 
         score_names=config.model.score_names,
         files=files,
     )
-    if isinstance(model, LatentDiffusion):
+    if isinstance(model, LatentDiffusionTraining):
         model.set_validation_data(dataset.stream_names_with_samples, torch.from_numpy(dataset.addresses()))
     rank, num_ranks = dist.get_global_rank(), dist.get_world_size()
     loader = validation_loader(dataset, config.validation, config.data, rank=rank, num_ranks=num_ranks)

@@ -23,6 +23,7 @@ from diffusion.callbacks.saving import RunRecord, SaveCheckpoints
 from diffusion.callbacks.step import AccumulateLocally, ClipGradients, CollectiveTimeout, DataPosition, StepAddress
 from diffusion.callbacks.stream_losses import StreamLosses
 from diffusion.checkpointing.resume import CheckpointStorage
+from diffusion.composer_models import AutoencoderTraining
 from diffusion.config.checks import steps_of
 from diffusion.config.data import Mixing, Representation
 from diffusion.config.loading import to_public_yaml
@@ -34,7 +35,6 @@ from diffusion.distributed import num_cores
 from diffusion.ema.callbacks import LateStartEMA, build_averages
 from diffusion.formats.run_folder import METRICS, SAMPLES, TENSORBOARD
 from diffusion.models import fast
-from diffusion.models.autoencoder import AutoencoderTraining
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.operations.heartbeats import heartbeat_folder
 from diffusion.operations.utilisation import LoaderSettings

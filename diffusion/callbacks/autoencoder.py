@@ -13,6 +13,7 @@ from composer.utils import dist
 from diffusers.utils.constants import SAFETENSORS_WEIGHTS_NAME
 from torch import Tensor
 
+from diffusion.composer_models import AutoencoderTraining
 from diffusion.config.data import ValidationConfig
 from diffusion.config.schema import Config
 from diffusion.datasets.batch import BatchKey
@@ -21,7 +22,7 @@ from diffusion.ema.callbacks import LateStartEMA
 from diffusion.errors import DataError
 from diffusion.files import atomic_path
 from diffusion.formats.run_folder import RECONSTRUCTIONS, VAE
-from diffusion.models.autoencoder import AutoencoderTraining, latent_statistics, save_autoencoder, to_pixels
+from diffusion.models.autoencoder import latent_statistics, save_autoencoder, to_pixels
 from diffusion.models.pretrained import read_safetensors
 from diffusion.models.sampling import image_grid, to_pil
 from diffusion.models.tokenizers import build_tokenizer, tokenize

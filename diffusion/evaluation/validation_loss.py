@@ -18,6 +18,7 @@ from diffusion.evaluation.generate import CheckpointGenerator, EvaluatedModel, G
 from diffusion.evaluation.protocol import VALIDATION_LOSS, VERSION, Number
 from diffusion.loading import load_config_of
 from diffusion.models.latent_diffusion import Batch, LatentDiffusion, squared_error
+from diffusion.models.metrics import validation_means
 
 CAPTION_KEYS = frozenset({BatchKey.TOKEN_IDS, BatchKey.TEXT_EMBEDDING, BatchKey.POOLED_TEXT_EMBEDDING})
 """Entries of a batch that depend on its captions."""
@@ -48,8 +49,8 @@ def validation_losses(evaluated: EvaluatedModel, generator: Generator) -> dict[s
     model = generator.model
     config = agree(lambda: load_config_of(Path(evaluated.path)))
     dataset = agree(lambda: open_validation_data(config, model))
-    model.set_validation_data(dataset.stream_names_with_samples, torch.from_numpy(dataset.addresses()))
-    metrics: Any = model.get_metrics()
+    bins = model.occupied_timestep_bins(torch.from_numpy(dataset.addresses()))
+    metrics: Any = validation_means("loss", dataset.stream_names_with_samples, bins)
     assert config.validation is not None
     loader = validation_loader(dataset, config.validation, config.data, rank=rank(), num_ranks=world_size())
 

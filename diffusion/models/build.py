@@ -43,8 +43,23 @@ BESIDE_NETWORK = ("text_adapter.", "score_embedding.", "alignment.")
 """Prefixes of trained weights that not every model has."""
 
 
-def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: int, seed: int) -> LatentDiffusion:
-    """Build the model for training: a random network from the seed, frozen parts as configured.
+def build_model(
+    config: ModelConfig,
+    objective: ObjectiveConfig,
+    *,
+    resolution: int,
+    seed: int,
+) -> LatentDiffusion:
+    """Build a model: a random network from the seed, frozen parts as configured.
+
+    Raises:
+        ConfigurationError: frozen weights are missing, or do not fit the network.
+    """
+    return LatentDiffusion(**build_parts(config, objective, resolution=resolution, seed=seed))
+
+
+def build_parts(config: ModelConfig, objective: ObjectiveConfig, *, resolution: int, seed: int) -> dict[str, Any]:
+    """Build the arguments of a `LatentDiffusion`.
 
     Raises:
         ConfigurationError: frozen weights are missing, or do not fit the network.
@@ -67,22 +82,22 @@ def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: 
     encoder = load_image_encoder(alignment.path) if alignment else None
     with torch.device("cpu"):  # Its tables are read by the host, also where the weights are on another device.
         noise_scheduler = build_noise_scheduler(objective)
-    return LatentDiffusion(
-        network=network,
-        text_adapter=with_seed(seed, lambda: build_text_adapter(adapter, frozen.text_encoder)) if adapter else None,
-        score_embedding=with_seed(seed, lambda: build_score_embedding(scores, network)) if scores else None,
-        alignment=with_seed(seed, lambda: Alignment(alignment, network, encoder.width))
+    return {
+        "network": network,
+        "text_adapter": with_seed(seed, lambda: build_text_adapter(adapter, frozen.text_encoder)) if adapter else None,
+        "score_embedding": with_seed(seed, lambda: build_score_embedding(scores, network)) if scores else None,
+        "alignment": with_seed(seed, lambda: Alignment(alignment, network, encoder.width))
         if alignment and encoder
         else None,
-        image_encoder=encoder,
-        frozen=frozen,
-        noise_scheduler=noise_scheduler,
-        objective=objective,
-        resolution=resolution,
-        seed=seed,
-        token_routing=config.token_routing,
-        low_precision_norms=config.low_precision_norms,
-    )
+        "image_encoder": encoder,
+        "frozen": frozen,
+        "noise_scheduler": noise_scheduler,
+        "objective": objective,
+        "resolution": resolution,
+        "seed": seed,
+        "token_routing": config.token_routing,
+        "low_precision_norms": config.low_precision_norms,
+    }
 
 
 def load_weights(model: LatentDiffusion, weights: dict[str, Tensor], source: str) -> None:

@@ -1,4 +1,4 @@
-"""The model that Composer trains: from a batch to the loss, and from prompts to images.
+"""The model in pure torch: from a batch to the loss, and from prompts to images.
 
 The loss of a batch, read `LatentDiffusion.forward` and `loss`: latents x_0 from the VAE, noise and timesteps t from
 addressed random numbers, x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise, the network's prediction from x_t, t and the
@@ -10,15 +10,14 @@ Shape letters: B batch, C channels, H W height and width of the latent, L tokens
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from composer.models import ComposerModel
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from PIL import Image
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from diffusion.config.model import ObjectiveConfig, Posterior, Sampler, TokenRoutingConfig
 from diffusion.datasets.batch import BatchKey, Entry
@@ -27,7 +26,6 @@ from diffusion.models.alignment import Alignment, ImageEncoder
 from diffusion.models.conditioning import Conditioner, Conditioning, TextEncoder
 from diffusion.models.fast.norms import autocast_dtype, use_low_precision_norms
 from diffusion.models.flops import batch_flops
-from diffusion.models.metrics import ValidationMean, timestep_bins, validation_means
 from diffusion.models.networks import Network, component_name, patch_size_of, predict
 from diffusion.models.objectives import (
     EVALUATION,
@@ -60,6 +58,8 @@ from diffusion.models.token_routing import TokenRouter
 from diffusion.randomness import Purpose, bernoulli, normal
 
 Batch = dict[str, Tensor]
+
+NUM_TIMESTEP_BINS = 10
 
 
 class Prediction(NamedTuple):
@@ -109,7 +109,7 @@ class Draws(NamedTuple):
     """float32 [B, S], after scores were dropped; None unless the model is conditioned on scores."""
 
 
-class LatentDiffusion(ComposerModel):
+class LatentDiffusion(nn.Module):
     """A latent diffusion model (Rombach et al. 2022).
 
     Its child modules are trained: the network, under its name in pipelines of diffusers (`unet`, `transformer`), and
@@ -135,8 +135,6 @@ class LatentDiffusion(ComposerModel):
         observer: called with the draws of each forward pass of training, unless None.
         loss_observer: called with the weighted error of each sample, float32 [B] without gradients, and its microbatch
             in each computation of the loss, unless None.
-        validation_streams: names of the validation streams by number, each with a metric; empty names are skipped.
-        validation_bins: ranges of timesteps, each with a validation metric.
         num_slots: samples of a global batch, for `objective.stratified_timesteps`; 0 outside of the Trainer, where
             timesteps are independent.
     """
@@ -181,8 +179,6 @@ class LatentDiffusion(ComposerModel):
         self.seed = seed
         self.observer: Callable[[Draws], None] | None = None
         self.loss_observer: Callable[[Tensor, Batch], None] | None = None
-        self.validation_streams: Sequence[str] = ()
-        self.validation_bins: Sequence[range] = ()
         self.num_slots = 0
         self.tokenize, self.num_chunks = frozen.tokenize, frozen.num_chunks
         empty_token_ids = torch.from_numpy(self.tokenize([""])).long()[0]
@@ -303,7 +299,7 @@ class LatentDiffusion(ComposerModel):
     def loss(self, outputs: Prediction, batch: Batch) -> Tensor | dict[str, Tensor]:
         """Mean squared error of the microbatch, weighted by sample: float32 [].
 
-        With alignment, both terms, which Composer adds.
+        With alignment, both terms, which the Trainer adds.
         """
         error = squared_error(outputs)
         error = error if outputs.weight is None else error * outputs.weight
@@ -372,22 +368,11 @@ class LatentDiffusion(ComposerModel):
         batch = _with_step_0(batch)
         return self._predict(batch, batch[BatchKey.TOKEN_IDS], EVALUATION)
 
-    def set_validation_data(self, streams: Sequence[str], samples: Tensor) -> None:
-        """Configure the validation metrics by stream and by timestep, without ranges that no sample of [N] draws."""
-        num = self.noise_process.num_timesteps
+    def occupied_timestep_bins(self, samples: Tensor) -> list[range]:
+        """Return the tenths of the timesteps that validation samples, by their addresses [N], draw."""
         drawn = self._timesteps({BatchKey.SAMPLE: samples, BatchKey.STEP: torch.zeros_like(samples)}, EVALUATION)
-        occupied = [bool(((drawn >= part.start) & (drawn < part.stop)).any()) for part in timestep_bins(num)]
-        self.validation_streams = list(streams)
-        self.validation_bins = [part for part, taken in zip(timestep_bins(num), occupied, strict=True) if taken]
-
-    def get_metrics(self, is_train: bool = False) -> dict[str, Metric]:
-        """Validation loss over all data, by stream and by timestep: the unweighted mean squared error."""
-        return {} if is_train else validation_means("loss", self.validation_streams, self.validation_bins)
-
-    def update_metric(self, batch: Any, outputs: Prediction, metric: Metric) -> None:
-        """Add the error of each sample of an evaluation batch."""
-        assert isinstance(metric, ValidationMean)
-        metric.update(squared_error(outputs), batch, outputs.timesteps)
+        bins = timestep_bins(self.noise_process.num_timesteps)
+        return [part for part in bins if bool(((drawn >= part.start) & (drawn < part.stop)).any())]
 
     def batch_flops(self, batch: Mapping[str, Entry]) -> float:
         """Floating-point operations of network and text adapter for a batch, forward and backward; NaN if unknown."""
@@ -522,6 +507,12 @@ class LatentDiffusion(ComposerModel):
         with upcast(self.vae) as vae:
             decoded = vae.decode(unscaled.to(vae.dtype), return_dict=False)[0]  # pyright: ignore[reportArgumentType]
         return (decoded.float() / 2 + 0.5).clamp(0, 1)
+
+
+def timestep_bins(num_timesteps: int) -> list[range]:
+    """Divide the timesteps 0 .. num_timesteps - 1 into ten nearly equal ranges."""
+    ends = [num_timesteps * i // NUM_TIMESTEP_BINS for i in range(NUM_TIMESTEP_BINS + 1)]
+    return [range(*pair) for pair in pairwise(ends)]
 
 
 def squared_error(outputs: Prediction) -> Tensor:

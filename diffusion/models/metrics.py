@@ -1,15 +1,12 @@
 """Validation metrics: means over all validation data, by stream and by timestep."""
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
 from diffusion.datasets.batch import BatchKey
-
-NUM_TIMESTEP_BINS = 10
 
 
 class ValidationMean(Metric):
@@ -47,12 +44,6 @@ class ValidationMean(Metric):
     def compute(self) -> Tensor:
         """Return the mean."""
         return self.total / self.weight
-
-
-def timestep_bins(num_timesteps: int) -> list[range]:
-    """Divide the timesteps 0 .. num_timesteps - 1 into ten nearly equal ranges."""
-    ends = [num_timesteps * i // NUM_TIMESTEP_BINS for i in range(NUM_TIMESTEP_BINS + 1)]
-    return [range(*pair) for pair in pairwise(ends)]
 
 
 def validation_means(name: str, streams: Sequence[str] = (), bins: Sequence[range] = ()) -> dict[str, Metric]:

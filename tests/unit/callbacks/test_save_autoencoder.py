@@ -9,9 +9,9 @@ import torch
 from composer.utils import dist
 
 from diffusion.callbacks.autoencoder import SaveAutoencoder
+from diffusion.composer_models import AutoencoderTraining
 from diffusion.config.model import Architecture, AutoencoderConfig
 from diffusion.models.architectures import ARCHITECTURES, build_vae, with_seed
-from diffusion.models.autoencoder import AutoencoderTraining
 
 IMAGES = torch.arange(3 * 32 * 32, dtype=torch.uint8).view(1, 3, 32, 32)
 

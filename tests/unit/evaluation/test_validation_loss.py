@@ -3,11 +3,13 @@
 import pytest
 import torch
 
+from diffusion.composer_models import LatentDiffusionTraining
 from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, PredictionType
 from diffusion.datasets.batch import BatchKey
 from diffusion.evaluation.validation_loss import measure_caption_use, with_shifted_captions
-from diffusion.models import build_model
-from diffusion.models.metrics import ValidationMean, timestep_bins
+from diffusion.models.build import build_parts
+from diffusion.models.latent_diffusion import timestep_bins
+from diffusion.models.metrics import ValidationMean
 from diffusion.randomness import sample_address
 
 
@@ -19,7 +21,7 @@ def trained():
         network={"block_out_channels": [16, 32], "norm_num_groups": 4, "attention_head_dim": [2, 2]},
     )
     objective = ObjectiveConfig(prediction_type=PredictionType.v_prediction)
-    model = build_model(config, objective, resolution=32, seed=17)
+    model = LatentDiffusionTraining(**build_parts(config, objective, resolution=32, seed=17))
     batch = data(32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(60):
@@ -95,7 +97,7 @@ def test_captions_that_are_stored_as_embeddings_are_exchanged_too():
 def small_model():
     config = ModelConfig(architecture=Architecture.tiny, network={"block_out_channels": [16, 32], "norm_num_groups": 4})
     objective = ObjectiveConfig(prediction_type=PredictionType.v_prediction)
-    return build_model(config, objective, resolution=32, seed=17).eval()
+    return LatentDiffusionTraining(**build_parts(config, objective, resolution=32, seed=17)).eval()
 
 
 def validation_batch(num: int) -> dict:

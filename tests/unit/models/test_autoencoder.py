@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from diffusion.composer_models import AutoencoderTraining
 from diffusion.config.model import AutoencoderConfig
 from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError
 from diffusion.models.architectures import ARCHITECTURES, Architecture, build_vae, with_seed
 from diffusion.models.autoencoder import (
-    AutoencoderTraining,
     PatchDiscriminator,
     adversarial_losses,
     initialise_logvar,

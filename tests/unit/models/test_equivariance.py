@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from diffusion.composer_models import AutoencoderTraining
 from diffusion.config.model import AutoencoderConfig, EquivarianceConfig
 from diffusion.datasets.batch import BatchKey
 from diffusion.models.architectures import TINY, build_vae, with_seed
-from diffusion.models.autoencoder import AutoencoderTraining, psnr, to_pixels
+from diffusion.models.autoencoder import psnr, to_pixels
 from diffusion.models.equivariance import VALIDATED, Transformation, draw_transformation, transform
 from diffusion.randomness import Purpose, normal
 

@@ -6,11 +6,13 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from diffusion.composer_models import LatentDiffusionTraining
 from diffusion.config.data import ImageSize
 from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, Posterior, PredictionType
 from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError
-from diffusion.models import LatentDiffusion, build_model, load_frozen_parts, tiny
+from diffusion.models import LatentDiffusion, load_frozen_parts, tiny
+from diffusion.models.build import build_parts
 from diffusion.models.conditioning import Conditioning
 from diffusion.models.pretrained import LatentScaling
 from diffusion.models.sampling import inference_scheduler, initial_latents, sample_latents
@@ -19,10 +21,10 @@ from diffusion.preparation.encoding.models import Encoder, EncodingModels
 SMALL = {"block_out_channels": [16, 32], "norm_num_groups": 4}
 
 
-def small_model(**objective) -> LatentDiffusion:
+def small_model(**objective) -> LatentDiffusionTraining:
     settings = {"prediction_type": PredictionType.v_prediction, **objective}
     config = ModelConfig(architecture=Architecture.tiny, network=SMALL)
-    return build_model(config, ObjectiveConfig(**settings), resolution=32, seed=17)
+    return LatentDiffusionTraining(**build_parts(config, ObjectiveConfig(**settings), resolution=32, seed=17))
 
 
 def image_batch(num: int = 6, step: int = 0) -> dict:
@@ -45,7 +47,7 @@ def latent_batch(model: LatentDiffusion, images: dict) -> dict:
 
 
 @pytest.fixture(scope="module")
-def model() -> LatentDiffusion:
+def model() -> LatentDiffusionTraining:
     return small_model()
 
 
@@ -200,7 +202,10 @@ def test_latent_scaling_by_scalar_or_channel_inverts():
 @pytest.mark.parametrize("low_precision_norms", [True, False])
 def test_autocast_on_the_cpu_reaches_the_norms(low_precision_norms, monkeypatch):
     config = ModelConfig(architecture=Architecture.tiny, network=SMALL, low_precision_norms=low_precision_norms)
-    model, batch = build_model(config, ObjectiveConfig(), resolution=32, seed=17), image_batch()
+    model, batch = (
+        LatentDiffusionTraining(**build_parts(config, ObjectiveConfig(), resolution=32, seed=17)),
+        image_batch(),
+    )
     norms = [module for module in model.unet.modules() if isinstance(module, torch.nn.GroupNorm | torch.nn.LayerNorm)]
     full = model.loss(model(batch), batch).item()
     called, weights = [], []

@@ -5,13 +5,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from diffusion.composer_models import AutoencoderTraining
 from diffusion.config.data import ImageSize
 from diffusion.config.loading import load_config
 from diffusion.config.model import AutoencoderConfig
 from diffusion.errors import ConfigurationError
 from diffusion.models import build_model
 from diffusion.models.architectures import TINY, build_vae
-from diffusion.models.autoencoder import AutoencoderTraining
 from diffusion.models.lora import add_lora
 from diffusion.planning.fleets import Fleet, rate_for
 from diffusion.planning.memory import ParameterCounts, activation_bytes, largest_unit, parameter_counts, plan_memory
