@@ -26,7 +26,15 @@ from diffusion.config.secrets import redact
 from diffusion.distributed import agree, local_rank, on_first_rank, rank
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.files import write_json
-from diffusion.formats.run_folder import CHECKPOINTS, DOWNLOADS, FINISHED, UPLOADS, checkpoint_folder, finished_step
+from diffusion.formats.run_folder import (
+    CHECKPOINTS,
+    DOWNLOADS,
+    FINISHED,
+    STARTS,
+    UPLOADS,
+    checkpoint_folder,
+    finished_step,
+)
 from diffusion.storage import is_url
 
 log = logging.getLogger(__name__)
@@ -135,7 +143,8 @@ def _check_none(location: Path | str, present: Sequence[object]) -> None:
 
 def _check_none_elsewhere(config: Config, run: Path) -> None:
     """Check that a run without checkpoints has none where an earlier start may have written them."""
-    for location in {checkpoint_folder(run), str(run / CHECKPOINTS)} - {None, config.trainer.checkpoint_folder}:
+    recorded = checkpoint_folder(run) if (run / STARTS).is_file() else None  # Not of a start that failed before.
+    for location in {recorded, str(run / CHECKPOINTS)} - {None, config.trainer.checkpoint_folder}:
         if is_url(location):
             present = RemoteCheckpoints(location, timeout=config.trainer.store_timeout).present()
         else:

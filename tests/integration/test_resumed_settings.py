@@ -23,6 +23,7 @@ from diffusion.config.loading import from_dict, load_config, to_dict, to_public_
 from diffusion.config.resumption import Effect, effect_of
 from diffusion.config.schema import Config, Task
 from diffusion.errors import ConfigurationError
+from diffusion.formats.run_folder import STARTS
 
 TASKS = {Task.diffusion: "tests/tools/toy.yaml", Task.autoencoder: "yamls/tiny/autoencoder.yaml"}
 
@@ -126,10 +127,18 @@ def test_a_run_does_not_begin_anew_where_its_checkpoints_are_looked_for_elsewher
     training.record_config(run, config)
     folder = checkpoint_storage(config, run).folder
     folder.mkdir()
+    (run / STARTS).touch()
     (folder / "ep0-ba1.pt").touch()
     config = load_config(TASKS[Task.diffusion], [now])
     with pytest.raises(ConfigurationError, match=f"{folder} does, and the run would begin anew"):
         find_resumption(config, checkpoint_storage(config, run))
+
+
+def test_a_location_that_never_held_checkpoints_is_not_looked_at(tmp_path):
+    """The start that recorded it failed, maybe because of it."""
+    training.record_config(tmp_path, load_config(TASKS[Task.diffusion], ["trainer.checkpoint_folder=s3://none/runs"]))
+    config = load_config(TASKS[Task.diffusion], [])
+    assert find_resumption(config, checkpoint_storage(config, tmp_path)) is None
 
 
 # What is built
