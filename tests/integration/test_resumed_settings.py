@@ -45,6 +45,14 @@ FULL = [
 """Every section."""
 
 
+@pytest.fixture(autouse=True, scope="module")
+def leftover_process_group() -> Iterator[None]:
+    """Destroy the process group of the Trainers: in later tests, commands that find one would end the process."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def changed(key: str, value: Any) -> Any:
     """Another legal value of a key."""
     field, _ = find_field(Config, key)
