@@ -107,8 +107,8 @@ def test_a_dry_run_says_which_folders_are_not_here(server):
     assert "validation.streams: not on this machine: /nowhere/validation/32-64" in job.output
 
 
-def test_missing_data_is_an_error_before_training(server):
-    job = run(server, TINY, *PLACES, "trainer.precision=fp32")
+def test_missing_data_is_an_error_before_training(server, tmp_path):
+    job = run(server, TINY, *PLACES, f"output_folder={tmp_path}", "trainer.precision=fp32")
     assert job.codes == [2]
     assert "/nowhere/train" in job.output
     assert "Traceback" not in job.output
