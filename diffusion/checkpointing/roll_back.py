@@ -10,17 +10,14 @@ import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from diffusion.checkpointing.layout import batch_of, list_checkpoints, remove_checkpoint
+from diffusion.checkpointing.remote import RemoteCheckpoints
+from diffusion.checkpointing.resume import CheckpointStorage
 from diffusion.config.operations import GuardConfig
 from diffusion.distributed import agree, local_rank, on_first_rank, rank
 from diffusion.errors import MachineError, UserError
 from diffusion.formats.run_folder import Rollback, read_request, record_rollback
-
-if TYPE_CHECKING:  # A supervisor reads requests without torch and Composer.
-    from diffusion.checkpointing.remote import RemoteCheckpoints
-    from diffusion.checkpointing.resume import CheckpointStorage
 
 log = logging.getLogger(__name__)
 
@@ -69,13 +66,10 @@ def decide(step: int, loss: float, record: Sequence[Rollback], guard: GuardConfi
     return Rollback(step=step, loss=f"{loss:g}", limit=limit, skipped=skipped, time=now)
 
 
-# Request and record
-
-
 # The next start
 
 
-def roll_back(storage: "CheckpointStorage", *, keeps_all: bool) -> None:
+def roll_back(storage: CheckpointStorage, *, keeps_all: bool) -> None:
     """Carry out the rollback that an earlier start has requested, if any. To be called by all ranks.
 
     Args:
@@ -102,7 +96,7 @@ def roll_back(storage: "CheckpointStorage", *, keeps_all: bool) -> None:
         except OSError as error:
             raise MachineError(f"{error.filename} cannot be removed: {error.strerror}. Remove it") from error
 
-    def remove_remote(remote: "RemoteCheckpoints") -> None:
+    def remove_remote(remote: RemoteCheckpoints) -> None:
         present = {Path(found.name): found for found in remote.present()}
         for name in _rejected(list(present), limit, keeps_all):
             log.warning("removing %s for the rollback to at most %d steps", present[name], limit)

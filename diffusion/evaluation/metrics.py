@@ -36,9 +36,8 @@ ESTIMATORS = {
 
 _MANY_IMAGES = 10_000
 _FEW_IMAGES = (
-    "%s is of %d images: with few it is too large, by an amount that depends on their number (FID of two halves of one "
-    f"set of photographs is about 166 with 500 images each, and 13 with {_MANY_IMAGES:,}). Compare only numbers of as "
-    "many images, or use kid or cmmd, which have no bias"
+    f"%s is of %d images: below {_MANY_IMAGES:,} its bias, which falls with their number, is large. Compare only "
+    "numbers of as many images, or use kid or cmmd, which have no bias"
 )
 
 DISTANCES = {

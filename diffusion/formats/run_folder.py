@@ -1,6 +1,6 @@
-"""The run folder: the name of everything in it, who writes it and when, and readers.
+"""The run folder: names of its files and folders, who writes them and when, and readers.
 
-Rank 0 writes unless a line says otherwise. Trainer, supervisor, evaluation and reports share nothing else.
+Rank 0 writes unless a line says otherwise.
 """
 
 import json
@@ -28,7 +28,8 @@ LEASE = "lease.json"
 """The active start, renewed by a thread."""
 
 HEARTBEATS = "heartbeats"
-"""Folder of a small file per rank, written by that rank at each phase of each step."""
+"""Folder of a small file per rank, written by that rank in each phase; elsewhere with
+`operations.heartbeat_folder`."""
 
 # While it trains
 

@@ -43,13 +43,7 @@ BESIDE_NETWORK = ("text_adapter.", "score_embedding.", "alignment.")
 """Prefixes of trained weights that not every model has."""
 
 
-def build_model(
-    config: ModelConfig,
-    objective: ObjectiveConfig,
-    *,
-    resolution: int,
-    seed: int,
-) -> LatentDiffusion:
+def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: int, seed: int) -> LatentDiffusion:
     """Build a model: a random network from the seed, frozen parts as configured.
 
     Raises:

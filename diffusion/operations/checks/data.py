@@ -397,11 +397,10 @@ def _read_batch(config: Config, section: str, stream: StreamConfig, tokenizer: T
     batches = BatchLoader(dataset, batch_sampler=[list(dataset.parts[0][:BATCH_SAMPLES])], collate_fn=collate)
     (batch,) = batches
     shapes = ", ".join(f"{BatchKey(key).value} {'x'.join(map(str, value.shape))}" for key, value in batch.items())
-    cut = ""
-    if tokenizer is not None and (full := num_full(batch[BatchKey.TOKEN_IDS], tokenizer([""])[0])):
-        cut = f"; {full} of {len(batch[BatchKey.TOKEN_IDS])} captions take all tokens of the text encoder: longer ones "
-        cut += "are cut"
-    return f"{len(dataset):,} samples; a batch: {shapes}{cut}"
+    found = f"{len(dataset):,} samples; a batch: {shapes}"
+    if tokenizer is None or not (full := num_full(ids := batch[BatchKey.TOKEN_IDS], tokenizer([""])[0])):
+        return found
+    return f"{found}; {full} of {len(ids)} captions take all tokens of the text encoder: longer ones are cut"
 
 
 def _check_training_data(config: Config, tokenizer: Tokenize | None) -> Iterator[Verdict]:

@@ -139,7 +139,7 @@ SHAPES_OF_NETWORKS = [(320, 128), (640, 64), (960, 64), (320, 32), (1920, 32), (
 """Channels and sides of feature maps in SD2 and SDXL."""
 
 KINDS = {torch.bfloat16: SHAPES_OF_NETWORKS, torch.float32: [(320, 128), (2560, 16)]}
-"""What is compiled: fp16 has the tiles of bf16."""
+"""Dtypes and shapes that are compiled; fp16 has the tiles of bf16."""
 
 QUICK = torch.bfloat16, (320, 128)
 """What is compiled in every run of the tests."""
