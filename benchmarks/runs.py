@@ -18,6 +18,8 @@ from composer import Callback, Event, Logger, State, Trainer
 from composer.models import ComposerModel
 from composer.utils import dist
 from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import Dataset, default_collate
 
 from diffusion.config.loading import load_config
@@ -26,7 +28,7 @@ from diffusion.config.schema import Config
 from diffusion.config.training import Device, Precision
 from diffusion.datasets.batch import BatchKey
 from diffusion.formats.run_folder import STALL, read_metrics
-from diffusion.models.architectures import ARCHITECTURES
+from diffusion.models.architectures import ARCHITECTURES, ArchitectureSpec
 from diffusion.operations.checks.nodes import synchronize
 from diffusion.train import build_training_model, prepare_frozen, train
 
@@ -40,16 +42,22 @@ class ResidentLatents(Dataset):
     Args:
         architecture: Whose latents.
         resolution: Side of the images in pixels.
+        num_chunks: Of captions, whose lengths are random.
+        stores_text: Hold embeddings of the captions, too.
     """
 
-    def __init__(self, architecture: str, resolution: int) -> None:
+    def __init__(self, architecture: str, resolution: int, *, num_chunks: int = 1, stores_text: bool = False) -> None:
         spec = ARCHITECTURES[Architecture(architecture)]
         side, generator = resolution // spec.vae_factor, torch.Generator().manual_seed(0)
         shape = (NUM_DIFFERENT, spec.vae["latent_channels"], side, side)
         self.means = torch.randn(shape, generator=generator).half()
         self.logvar = torch.full(shape[1:], -8.0).half()
-        size = (NUM_DIFFERENT, spec.max_tokens)
-        self.token_ids = torch.randint(spec.text_encoder["vocab_size"], size, generator=generator)
+        self.token_ids = _random_captions(spec, num_chunks, generator)
+        self.stored: dict[str, Tensor] = {}
+        if stores_text:
+            shape = (*self.token_ids.shape[1:], spec.text_width)
+            self.stored[BatchKey.TEXT_EMBEDDING.value] = torch.randn(shape, generator=generator).half()
+            self.stored[BatchKey.POOLED_TEXT_EMBEDDING.value] = torch.zeros(1).half()
         self.placement = torch.tensor([resolution, resolution, 0, 0, resolution, resolution])
 
     def __len__(self) -> int:
@@ -62,7 +70,21 @@ class ResidentLatents(Dataset):
             BatchKey.TOKEN_IDS.value: self.token_ids[index % NUM_DIFFERENT],
             BatchKey.PLACEMENT.value: self.placement,
             BatchKey.SAMPLE.value: torch.tensor(index),
+            **self.stored,
         }
+
+
+def _random_captions(spec: ArchitectureSpec, num_chunks: int, generator: torch.Generator) -> Tensor:
+    """Draw token ids int64 [NUM_DIFFERENT, L] of captions, of any length up to all chunks."""
+    size, vocabulary = spec.max_tokens, spec.text_encoder["vocab_size"]
+    start, end = vocabulary - 2, vocabulary - 1
+    ids = torch.randint(start, (NUM_DIFFERENT, num_chunks, size), generator=generator)
+    length = torch.randint(1, num_chunks * (size - 2) + 1, (NUM_DIFFERENT, 1, 1), generator=generator)
+    first = torch.arange(num_chunks)[:, None] * (size - 2)
+    position = torch.arange(size) - 1
+    ids[(position >= size - 2) | (first + position >= length)] = end
+    ids[..., 0] = start
+    return ids.flatten(1)
 
 
 def run_config(
@@ -219,6 +241,106 @@ class StepClock(Callback):
     def result(self) -> dict[str, Any]:
         """`seconds`: per step, of each block but the first."""
         return {"seconds": [(after - before) / self.block for before, after in pairwise(self.times)]}
+
+
+class Turn(Callback):
+    """Makes the first steps, waits for its turn, then times blocks of steps and profiles the last ones.
+
+    Args:
+        ready: File that is written after the first steps.
+        go: File to wait for then.
+        warm_up: Steps between the wait and the first block.
+        num_steps: To be timed.
+        block: Steps of a block.
+        num_profiled: Last steps.
+    """
+
+    FIRST = 2
+
+    def __init__(self, *, ready: str, go: str, warm_up: int, num_steps: int, block: int, num_profiled: int) -> None:
+        self.ready, self.go = Path(ready), Path(go)
+        self.begin = self.FIRST + warm_up
+        self.end, self.block, self.num_profiled = self.begin + num_steps, block, num_profiled
+        self.start, self.times = time.perf_counter(), []
+        self.first: dict[str, Any] = {}
+        kind = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
+        self.profiler = profile(activities=[kind])
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Wait, record the time, or profile."""
+        step, device = state.timestamp.batch.value, _device(state)
+        if step == self.FIRST:
+            synchronize(device)
+            caches = {"graphs": counters["inductor"], "autograd": counters["aot_autograd"]}
+            self.first = {
+                "first_seconds": time.perf_counter() - self.start,
+                **{f"{name}_{key}": each[key] for name, each in caches.items() for key in each if "cache_" in key},
+            }
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            self.ready.touch()
+            while not self.go.exists():
+                time.sleep(0.1)
+        if self.begin <= step <= self.end and (step - self.begin) % self.block == 0:
+            synchronize(device)
+            self.times.append(time.perf_counter())
+        if step == self.end:
+            self.profiler.start()
+        if step == self.end + self.num_profiled:
+            synchronize(device)
+            self.profiler.stop()
+
+    def result(self) -> dict[str, Any]:
+        """`seconds` per step of each block; `first_seconds` and hits of caches; `kernels` (see `kernels_by_class`)."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.profiler.export_chrome_trace(f"{folder}/trace.json")
+            events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+        seconds = [(after - before) / self.block for before, after in pairwise(self.times)]
+        return {"seconds": seconds, **self.first, **kernels_by_class(events, self.num_profiled)}
+
+
+CLASSES = {
+    "attention": r"sdpa|flash|fmha|attention",
+    "layout": r"nchwtonhwc|nhwctonchw|ncxhwx",
+    "convolution": r"conv|fprop|dgrad|wgrad|implicit",
+    "matrix product": r"gemm|nvjet|cutlass|cublas|splitk",
+    "optimizer": r"multi_tensor|adam|foreach",
+    "fused": r"^triton_",
+    "copy": r"memcpy|memset|copy|_cast|catarray",
+}
+"""Classes of kernels by their names, in this order; all others are `other`."""
+
+
+def kernels_by_class(events: Sequence[dict[str, Any]], num_steps: int) -> dict[str, Any]:
+    """Sum up the kernels of a trace of some steps.
+
+    Returns:
+        Per step: `busy_ms` (any kernel runs), `num_kernels`, `num_launches` by the host; `classes`: milliseconds and
+        kernels of each class; `kernels`: name, kernels and milliseconds of the longest 40 kinds.
+    """
+    kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    classes: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    names: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    busy = end = 0.0
+    for event in sorted(kernels, key=lambda event: event["ts"]):
+        milliseconds, number = event["dur"] / 1000 / num_steps, 1 / num_steps
+        name = event["name"]
+        kind = next((kind for kind, pattern in CLASSES.items() if re.search(pattern, name.lower())), "other")
+        for sums in (classes[kind], names[name[:120]]):
+            sums[0] += milliseconds
+            sums[1] += number
+        until = event["ts"] + event["dur"]
+        busy += max(until - max(event["ts"], end), 0.0)
+        end = max(end, until)
+    longest = sorted(names.items(), key=lambda item: -item[1][0])[:40]
+    return {
+        "busy_ms": busy / 1000 / num_steps,
+        "num_kernels": len(kernels) / num_steps,
+        "num_launches": sum("Launch" in event["name"] for event in events if event.get("cat") == "cuda_runtime")
+        / num_steps,
+        "classes": dict(classes),
+        "kernels": [[name, *sums] for name, sums in longest],
+    }
 
 
 PARTS = {

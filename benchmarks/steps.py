@@ -12,7 +12,7 @@ import torch
 from composer.utils import dist
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.runs import PlainLoop, run_config, run_trainer
+from benchmarks.runs import PlainLoop, Turn, run_config, run_trainer
 from diffusion.config.data import ImageSize
 from diffusion.config.schema import Config
 from diffusion.operations.checks.nodes import synchronize, time_runs
@@ -47,6 +47,18 @@ def measure_trainer(device: torch.device, *, num_blocks: int, block: int, **run:
     """Time the Trainer's steps on all ranks; as `measure_loop`."""
     found = run_trainer("StepClock", {"block": block}, num_steps=(num_blocks + 2) * block, **run)
     return _speed(run_config(**run), found["seconds"][1:])
+
+
+def measure_turn(device: torch.device, *, ready: str, go: str, num_steps: int, **run: Any) -> dict[str, Any]:
+    """Time the Trainer's steps alone on the GPU, and profile three; as `_speed` and `Turn.result`."""
+    arguments = {"ready": ready, "go": go, "warm_up": 2, "num_steps": num_steps, "block": 5, "num_profiled": 3}
+    found = run_trainer("Turn", arguments, num_steps=Turn.FIRST + 2 + num_steps + 3, **run)
+    del found["stall_seconds"]
+    found |= _speed(run_config(**run), found["seconds"])
+    if device.type == "cuda":
+        found |= {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
+        found["idle"] = 1 - found["busy_ms"] / 1000 / found["seconds"]
+    return found
 
 
 def measure_parts(device: torch.device, *, num_steps: int, **run: Any) -> dict[str, Any]:
