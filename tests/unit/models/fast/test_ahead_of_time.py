@@ -102,6 +102,9 @@ def test_a_block_of_a_transformer_compiles_in_bf16():
         output = block(**inputs)
         output.backward(torch.empty_like(output))
     check(graphs, architectures=(ARCH,))
+    keys = EDGE**2 // 4 + 77
+    masks = [sizes for sizes, _, _ in graphs[1].inputs if sizes[-1] == keys]
+    assert masks == [[BATCH, 1, 1, keys]], "the backward pass gets one mask for all heads and queries"
 
 
 @pytest.mark.slow
