@@ -66,7 +66,7 @@ from diffusion.files import write_atomically
 from diffusion.formats.run_folder import CONFIG
 from diffusion.loading import check_objective, read_initial
 from diffusion.models import fast
-from diffusion.models.architectures import ARCHITECTURES, build_vae, side_factor, with_seed
+from diffusion.models.architectures import ARCHITECTURES, build_vae, num_text_tokens, side_factor, with_seed
 from diffusion.models.autoencoder import initialise_logvar
 from diffusion.models.build import build_parts, load_weights
 from diffusion.models.latent_diffusion import LatentDiffusion
@@ -113,8 +113,9 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
     """
     # Check
     device = start_ranks(config)
-    factor, is_own = side_factor(config.model), build is not None
-    agree(lambda: check(config, world_size=dist.get_world_size(), side_factor=factor, may_be_random=is_own))
+    shape = {"side_factor": side_factor(config.model), "num_text_tokens": num_text_tokens(config.model)}
+    is_own = build is not None
+    agree(lambda: check(config, world_size=dist.get_world_size(), **shape, may_be_random=is_own))
     agree(lambda: check_plugins(config.plugins))
     config = with_absolute_paths(config)
     folder = Path(config.output_folder).expanduser()

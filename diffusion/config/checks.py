@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from omegaconf import MISSING
 
-from diffusion.config.data import Representation, group_size, image_sizes, legal_world_sizes, microbatch_size
+from diffusion.config.data import ImageSize, Representation, group_size, image_sizes, legal_world_sizes, microbatch_size
 from diffusion.config.documentation import find_field
 from diffusion.config.fields import CHECK, Location, parse_time, section_problems
 from diffusion.config.loading import missing_keys
@@ -55,13 +55,21 @@ def steps_of(config: Config, text: str, key: str) -> float | None:
     )
 
 
-def check(config: Config, *, world_size: int, side_factor: int | None = None, may_be_random: bool = False) -> None:
+def check(
+    config: Config,
+    *,
+    world_size: int,
+    side_factor: int | None = None,
+    num_text_tokens: int | None = None,
+    may_be_random: bool = False,
+) -> None:
     """Check a configuration for a number of ranks.
 
     Args:
         config: the configuration.
         world_size: number of ranks.
         side_factor: both sides of an image are multiples of it; None if unknown.
+        num_text_tokens: tokens of a caption; None if unknown.
         may_be_random: accept a VAE and text encoder of full size with random weights, for measurements of speed.
 
     Raises:
@@ -73,6 +81,8 @@ def check(config: Config, *, world_size: int, side_factor: int | None = None, ma
     if sections_are_right:
         problems += [*_times(config), *_image_sizes(config, side_factor), *rank_problems(config, world_size)]
         problems += _transformed_sizes(config)
+        if side_factor is not None and num_text_tokens is not None:
+            problems += _attention_lengths(config, side_factor, num_text_tokens)
     raise_all(ConfigurationError, problems)
 
 
@@ -226,6 +236,27 @@ def _transformed_sizes(config: Config) -> Iterator[str]:
             f"shrink below {MIN_JUDGED_SIDE}, too small for the discriminator and the perceptual distance. Set it to "
             f"{min(1.0, math.ceil(100 * MIN_JUDGED_SIDE / side) / 100)}, or both of their weights to 0."
         )
+
+
+def _attention_lengths(config: Config, side_factor: int, num_text_tokens: int) -> Iterator[str]:
+    """On Hopper and from torch 2.11 on, cuDNN's backward pass with a mask may return NaN (pytorch #196678)."""
+    attention, trainer = config.performance.attention, config.trainer
+    is_cudnn = attention is AttentionBackend.cudnn or (
+        attention is AttentionBackend.auto and not trainer.deterministic and trainer.precision is not Precision.fp32
+    )
+    if config.task is not Task.diffusion or not config.model.architecture.is_transformer or not is_cudnn:
+        return
+    streams, routing = config.data.streams, config.model.token_routing
+    sizes = image_sizes(streams if isinstance(streams, list) else [], config.data.resolution)
+    for size in dict.fromkeys(sizes or [ImageSize(config.data.resolution, config.data.resolution)]):
+        num_tokens = (size.height // side_factor) * (size.width // side_factor)
+        for num in {num_tokens, num_tokens if routing is None else routing.num_kept(num_tokens)}:
+            if (num + num_text_tokens) % 128 == 64:
+                yield (
+                    f"performance.attention is {attention.value}, with which {num} tokens of an image of {size} pixels "
+                    f"and {num_text_tokens} of a caption may get gradients of NaN on Hopper (cuDNN, pytorch #196678). "
+                    "Set performance.attention=efficient, or another length of captions."
+                )
 
 
 def _ranks(config: Config, world_size: int) -> Iterator[str]:

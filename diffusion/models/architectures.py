@@ -256,6 +256,12 @@ ARCHITECTURES = {
 }
 
 
+def num_text_tokens(config: ModelConfig) -> int:
+    """Tokens of a caption (L)."""
+    text = config.text_encoder
+    return text.max_tokens if text.path is not None else ARCHITECTURES[config.architecture].max_tokens * text.chunks
+
+
 def text_shape(config: ModelConfig) -> tuple[int, int]:
     """Tokens of a caption (L) and width of their encoding for the network (D).
 
@@ -264,9 +270,9 @@ def text_shape(config: ModelConfig) -> tuple[int, int]:
     """
     spec, text = ARCHITECTURES[config.architecture], config.text_encoder
     if text.path is None:
-        return spec.max_tokens * text.chunks, spec.text_width
+        return num_text_tokens(config), spec.text_width
     width = config.text_adapter.width if config.text_adapter is not None else None
-    return text.max_tokens, width or hidden_width(read_language_model(text.path)[1])
+    return num_text_tokens(config), width or hidden_width(read_language_model(text.path)[1])
 
 
 # Networks with random weights

@@ -32,7 +32,7 @@ from diffusion.config.training import Device
 from diffusion.distributed import local_rank, local_world_size, rank, world_size
 from diffusion.errors import MachineError
 from diffusion.launch import package_versions
-from diffusion.models.architectures import side_factor
+from diffusion.models.architectures import num_text_tokens, side_factor
 from diffusion.operations import timeouts
 from diffusion.operations.checks.data import check_data, index_hashes
 from diffusion.operations.checks.gpu import computes_bf16
@@ -62,7 +62,10 @@ def diagnose(config: Config, timeout: float = 120.0, *, deep: bool = False) -> l
         ConfigurationError: the configuration is impossible.
         NoAnswerError: some ranks do not answer.
     """
-    check_config(config, world_size=world_size(), side_factor=side_factor(config.model))
+    model = config.model
+    check_config(
+        config, world_size=world_size(), side_factor=side_factor(model), num_text_tokens=num_text_tokens(model)
+    )
     num_gpus = torch.cuda.device_count()
     device = resolve_device(config.trainer.device, num_gpus) if num_gpus else Device.cpu
     verdicts = []

@@ -1,3 +1,5 @@
+from contextlib import nullcontext
+
 import pytest
 
 from diffusion.config.checks import check, check_machine, is_location, missing_locations, num_batches, resolve_device
@@ -344,6 +346,26 @@ def test_the_size_of_a_stream_is_its_own_or_in_its_name_or_a_square():
     streams = [StreamConfig(name="a"), StreamConfig(name="b", resolution=[896, 1152]), StreamConfig(name="64x32")]
     assert image_sizes(streams, 512) == [ImageSize(512, 512), ImageSize(896, 1152), ImageSize(64, 32)]
     assert str(ImageSize(896, 1152)) == "896 x 1152"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_text_tokens", "is_wrong"),
+    [
+        ([], 64, True),  # 64 + 256.
+        ([], 231, False),
+        (["performance.attention=efficient"], 64, False),
+        (["trainer.precision=fp32", "trainer.device=cpu"], 64, False),
+        (["trainer.deterministic=true"], 64, False),
+        (["model.architecture=stable_diffusion_2"], 64, False),
+        (["model.token_routing={share: 0.25}"], 128, True),  # 128 + 192 in routed blocks.
+        (["data.streams=[{name: 64x64}, {name: 256x320}]", "data.mixing=bucket"], 128, True),  # 128 + 320.
+    ],
+)
+def test_lengths_that_cudnn_gets_wrong_are_refused(configuration, overrides, num_text_tokens, is_wrong):
+    config = configuration("model.architecture=transformer_s", *overrides)
+    context = pytest.raises(ConfigurationError, match="pytorch #196678") if is_wrong else nullcontext()
+    with context:
+        check(config, world_size=8, side_factor=16, num_text_tokens=num_text_tokens)
 
 
 @pytest.mark.parametrize(
