@@ -20,7 +20,14 @@ from diffusion.callbacks.preemption import SaveOnPreemption
 from diffusion.callbacks.prometheus import PrometheusLogger
 from diffusion.callbacks.samples import SampleGrids
 from diffusion.callbacks.saving import RunRecord, SaveCheckpoints
-from diffusion.callbacks.step import AccumulateLocally, ClipGradients, CollectiveTimeout, DataPosition, StepAddress
+from diffusion.callbacks.step import (
+    AccumulateLocally,
+    ClipGradients,
+    CollectiveTimeout,
+    CountChunks,
+    DataPosition,
+    StepAddress,
+)
 from diffusion.callbacks.stream_losses import StreamLosses
 from diffusion.checkpointing.resume import CheckpointStorage
 from diffusion.composer_models import AutoencoderTraining
@@ -137,6 +144,8 @@ def _build_task_callbacks(
     keeps_weights_whole = settings.parallelism == Parallelism.fsdp and not settings.reshard_after_forward
     if keeps_weights_whole and config.performance.accumulate_locally:
         callbacks.append(AccumulateLocally())
+    if model.num_chunks > 1:
+        callbacks.append(CountChunks(model.conditioner))
     if config.plugins.train_dataset is None and len(streams) > 1:
         callbacks.append(StreamLosses(model, [one.name for one in streams], config.loggers.stream_loss_interval))
     return [*callbacks, SampleGrids(model, config.samples, folder / SAMPLES, ema)]

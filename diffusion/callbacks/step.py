@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from diffusion.checkpointing.save import local_shard
 from diffusion.datasets.batch import BatchKey, num_microbatches, num_samples
+from diffusion.models.conditioning import Conditioner
 from diffusion.sharding import set_collective_timeout, set_last_microbatch
 from diffusion.trainer import HostNumber
 
@@ -48,6 +49,17 @@ class StepAddress(Callback):
         if sample.is_pinned():  # Memory that is not pinned is copied to the GPU through a buffer.
             step, slot = step.pin_memory(), slot.pin_memory()
         batch[BatchKey.STEP], batch[BatchKey.SLOT] = step, slot
+
+
+class CountChunks(Callback):
+    """Write the number of used chunks of each caption into the batch, while it is on the host."""
+
+    def __init__(self, conditioner: Conditioner) -> None:
+        self._conditioner = conditioner
+
+    def after_dataloader(self, state: State, logger: Logger) -> None:
+        """Add `BatchKey.NUM_CHUNKS`."""
+        state.batch[BatchKey.NUM_CHUNKS] = self._conditioner.count_chunks(state.batch[BatchKey.TOKEN_IDS])
 
 
 class DataPosition(Callback):

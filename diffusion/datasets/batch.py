@@ -40,6 +40,10 @@ class BatchKey(str, Enum):
     TOKEN_IDS = "token_ids"
     """int64 [B, L]: the caption, padded to the tokenizer's length."""
 
+    NUM_CHUNKS = "num_chunks"
+    """tuple of B integers, on the host: chunks of the caption that differ from those of the empty caption; only while
+    training on captions of several chunks (`models.conditioning.Conditioner.count_chunks`)."""
+
     TEXT_EMBEDDING = "text_embedding"
     """float16 [B, L, D]: the text encoder's output for the caption, with `data.text_embeddings` only."""
 

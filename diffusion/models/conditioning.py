@@ -3,6 +3,7 @@
 Shape letters: B batch, L tokens, D width of the text encoding, P width of the pooled text.
 """
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -14,6 +15,9 @@ from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.transforms import Placement
 from diffusion.models.fast.norms import autocast_dtype
 from diffusion.models.text_encoders import LanguageModel
+
+NUM_ROUNDED = 8
+"""Parts of a batch to whose multiples the number of encoded chunks is rounded up."""
 
 
 class TextEncoding(NamedTuple):
@@ -146,7 +150,7 @@ class Conditioner:
     ) -> None:
         self._text_encoder = text_encoder
         self._empty_token_ids = {empty_token_ids.device: empty_token_ids}
-        self._empty_text: dict[tuple[torch.device, torch.dtype | None], TextEncoding] = {}
+        self._empty_text: dict[tuple[torch.device, torch.dtype | None, bool], TextEncoding] = {}
         self._dtype: torch.dtype | None = None
         self._num_chunks = num_chunks
         self._is_extended, self._is_masked, self._is_adapted = is_extended, is_masked, is_adapted
@@ -167,8 +171,35 @@ class Conditioner:
     @torch.no_grad()
     def encode_text(self, token_ids: Tensor) -> TextEncoding:
         """Encode captions: int64 [B, L]."""
+        return self._encode(token_ids, self._num_chunks)
+
+    def _encode(self, token_ids: Tensor, num_chunks: int) -> TextEncoding:
         with nullcontext() if self._dtype is None else torch.autocast(token_ids.device.type, self._dtype):
-            return encode_tokens(self._text_encoder, token_ids, self._num_chunks, before_norm=self._is_adapted)
+            return encode_tokens(self._text_encoder, token_ids, num_chunks, before_norm=self._is_adapted)
+
+    def _is_used(self, token_ids: Tensor) -> Tensor:
+        """Chunks of captions int64 [B, L] that differ from those of the empty caption: bool [B, chunks]."""
+        differs = token_ids != self._empty_ids(token_ids.device)
+        return differs.unflatten(1, (self._num_chunks, -1)).any(dim=2)
+
+    def count_chunks(self, token_ids: Tensor) -> tuple[int, ...]:
+        """Count the used chunks of each caption int64 [B, L], which the host holds."""
+        return tuple(self._is_used(token_ids).sum(dim=1).tolist())
+
+    def _encode_used(self, token_ids: Tensor, num_used: int) -> Tensor:
+        """Encode the used chunks of captions int64 [B, L], at most `num_used`: hidden states [B, L, D].
+
+        The others are the empty caption's, whose encoding is known. The number of chunks that are encoded is rounded up
+        to eighths of the batch, so that it takes few values. The host does not wait for the device.
+        """
+        num_captions = len(token_ids)
+        step = max(1, num_captions // NUM_ROUNDED)
+        num_encoded = max(1, -(-num_used // step)) * step
+        chunks = token_ids.reshape(num_captions * self._num_chunks, -1)
+        encoded = self._is_used(token_ids).flatten().argsort(descending=True, stable=True)[:num_encoded]
+        hidden = self._encoded_empty(token_ids).hidden.repeat(num_captions, 1, 1)
+        hidden.view(*chunks.shape, -1).index_copy_(0, encoded, self._encode(chunks[encoded], 1).hidden)
+        return hidden
 
     def drop(self, token_ids: Tensor, is_dropped: Tensor) -> Tensor:
         """Replace captions int64 [B, L] by the empty one where `is_dropped` bool [B]."""
@@ -180,22 +211,28 @@ class Conditioner:
             self._empty_token_ids[device] = next(iter(self._empty_token_ids.values())).to(device)
         return self._empty_token_ids[device]
 
-    def _encoded_empty(self, like: Tensor) -> TextEncoding:
-        """Encoding of the empty caption, float16 like stored encodings, [1, L, D] and [1, P]; cached."""
-        key = like.device, self._dtype or autocast_dtype(like)
+    def _encoded_empty(self, like: Tensor, *, is_half: bool = False) -> TextEncoding:
+        """Encoding of the empty caption, [1, L, D] and [1, P], or float16 like stored encodings; cached."""
+        key = like.device, self._dtype or autocast_dtype(like), is_half
         if key not in self._empty_text:
             empty = self.encode_text(self._empty_ids(like.device)[None])
-            self._empty_text[key] = TextEncoding(empty.hidden.half(), empty.pooled.half())
+            self._empty_text[key] = TextEncoding(empty.hidden.half(), empty.pooled.half()) if is_half else empty
         return self._empty_text[key]
 
     @torch.no_grad()
-    def encode_batch(self, batch: dict[str, Tensor], token_ids: Tensor) -> Conditioning:
+    def encode_batch(self, batch: Mapping[str, Any], token_ids: Tensor) -> Conditioning:
         """Conditioning of a batch whose token ids, after captions were dropped, are int64 [B, L].
 
         Raises:
             ValueError: the batch lacks sizes and crops for SDXL.
         """
-        text = self._stored_text(batch, token_ids) if BatchKey.TEXT_EMBEDDING in batch else self.encode_text(token_ids)
+        if BatchKey.TEXT_EMBEDDING in batch:
+            text = self._stored_text(batch, token_ids)
+        elif BatchKey.NUM_CHUNKS in batch:
+            hidden = self._encode_used(token_ids, sum(batch[BatchKey.NUM_CHUNKS]))
+            return Conditioning(hidden, mask=self._mask(token_ids))
+        else:
+            text = self.encode_text(token_ids)
         if not self._is_extended:
             return Conditioning(text.hidden, mask=self._mask(token_ids))
         if BatchKey.PLACEMENT not in batch:
@@ -226,7 +263,7 @@ class Conditioner:
     def _stored_text(self, batch: dict[str, Tensor], token_ids: Tensor) -> TextEncoding:
         """Stored encoding of captions, replaced by that of the empty caption where captions were dropped."""
         is_empty = (token_ids == self._empty_ids(token_ids.device)).all(dim=1)
-        empty = self._encoded_empty(token_ids)
+        empty = self._encoded_empty(token_ids, is_half=True)
         hidden, pooled = batch[BatchKey.TEXT_EMBEDDING], batch[BatchKey.POOLED_TEXT_EMBEDDING]
         return TextEncoding(
             torch.where(is_empty[:, None, None], empty.hidden, hidden),

@@ -1,14 +1,17 @@
 """Captions that are longer than CLIP's 77 tokens, in chunks."""
 
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from diffusion.callbacks.step import CountChunks
 from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, TextAdapterConfig, TextEncoderConfig
-from diffusion.datasets.batch import BatchKey
+from diffusion.datasets.batch import BatchKey, split_batch
 from diffusion.models import build_model
 from diffusion.models.architectures import ARCHITECTURES, build_text_encoder, text_shape, with_seed
 from diffusion.models.conditioning import encode_tokens
@@ -107,6 +110,26 @@ def test_words_beyond_77_tokens_change_the_prediction(architecture, layers):
         with torch.no_grad():
             one, other = model.forward(batch(model, text, text.removesuffix("green") + "blue")).prediction
         assert bool((one - other).abs().max() > 1e-4) == is_read
+
+
+@pytest.mark.parametrize("architecture", [Architecture.tiny_transformer, Architecture.tiny])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_only_used_chunks_are_encoded(architecture, dropout):
+    model = build(3, architecture, text_adapter=TextAdapterConfig(layers=1))
+    model.objective.caption_dropout = dropout
+    entries = batch(model, LONG, "", "a red circle", LONG[: LONG.index("star")])
+    entries[BatchKey.SAMPLE] = torch.arange(4)
+    state: Any = SimpleNamespace(batch=dict(entries))
+    CountChunks(model.conditioner).after_dataloader(state, Mock())
+    assert state.batch[BatchKey.NUM_CHUNKS] == (3, 0, 1, 1)
+    encoded = []
+    with torch.no_grad():
+        expected = [model.forward(part).prediction for size in (4, 2) for part in split_batch(entries, size)]
+        model.forward(state.batch)  # Encodes the empty caption once.
+        model.text_encoder.register_forward_hook(lambda module, arguments, _: encoded.append(len(arguments[0])))
+        found = [model.forward(part).prediction for size in (4, 2) for part in split_batch(state.batch, size)]
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert encoded == [5, 3, 2]
 
 
 def test_loss_and_images():
