@@ -6,6 +6,7 @@ matrix. FSDP2 shards matrices by rows: each is gathered by one rank, which retur
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, islice
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ NUM_ITERATIONS = 5
 
 UPDATE_SCALE = 0.2
 """Root mean square of an update of a full matrix over the learning rate, as AdamW's (Liu et al. 2025, section 2.2)."""
+
+
+MAX_STACK = 2**26
+"""Numbers of the matrices that are orthogonalised together: 128 MiB in bf16."""
 
 
 class Muon(torch.optim.AdamW):
@@ -65,6 +70,7 @@ class Muon(torch.optim.AdamW):
 
     def _update_matrices(self, group: dict[str, Any]) -> None:
         weights = [weight for weight in group["params"] if weight.grad is not None]
+        weights.sort(key=matrix_shape)  # Equal shapes are orthogonalised together.
         updates = (self._momentum(weight, group["momentum"]) for weight in weights)
         for weight, update in zip(weights, orthogonalize(weights, updates), strict=True):
             scale = UPDATE_SCALE * math.sqrt(max(matrix_shape(weight)))
@@ -108,35 +114,47 @@ def matrix_shape(weight: Tensor) -> tuple[int, int]:
     return weight.shape[0], weight.shape[1:].numel()
 
 
-def newton_schulz(matrix: Tensor) -> Tensor:
-    """Move the singular values of a matrix [R, C] near 1, into about [0.7, 1.2], in its dtype.
+def newton_schulz(matrices: Tensor) -> Tensor:
+    """Move the singular values of each matrix [K, R, C] near 1, into about [0.7, 1.2], in its dtype.
 
     Singular values below about 0.002 of the Frobenius norm stay smaller. In fp32 the iterations run on the small Gram
     matrix, which is faster; in 16 bits this would lose the small singular values.
     """
     a, b, c = COEFFICIENTS
-    x = matrix.mT if len(matrix) > matrix.shape[1] else matrix
-    x = x / x.norm().clamp(min=torch.finfo(torch.float32).tiny)
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if is_tall else matrices
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     if x.dtype == torch.float32:
         squares = x @ x.mT
-        product = torch.eye(len(x), device=x.device)
+        product = torch.eye(x.shape[1], device=x.device)
         for _ in range(NUM_ITERATIONS):
-            factor = torch.addmm(squares, squares, squares, beta=b, alpha=c)
-            factor.diagonal().add_(a)
+            factor = torch.baddbmm(squares, squares, squares, beta=b, alpha=c)
+            factor.diagonal(dim1=1, dim2=2).add_(a)
             product = factor @ product
             squares = factor @ squares @ factor
         x = product @ x
     else:
         for _ in range(NUM_ITERATIONS):
             squares = x @ x.mT
-            x = torch.addmm(x, torch.addmm(squares, squares, squares, beta=b, alpha=c), x, beta=a)
-    return x.mT if len(matrix) > matrix.shape[1] else x
+            x = torch.baddbmm(x, torch.baddbmm(squares, squares, squares, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
 
 
 def newton_schulz_flops(shape: tuple[int, int]) -> int:
     """Count the operations of `newton_schulz` for a matrix in 16 bits."""
     short, long = sorted(shape)
     return NUM_ITERATIONS * 2 * (2 * short * short * long + short**3)
+
+
+def newton_schulz_each(matrices: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Compute `newton_schulz` of matrices [R, C], in batches of neighbours of one shape.
+
+    A batch has at most `MAX_STACK` numbers, or one matrix.
+    """
+    for shape, neighbours in groupby(matrices, key=lambda matrix: matrix.shape):
+        size = max(1, MAX_STACK // shape.numel())
+        while batch := list(islice(neighbours, size)):
+            yield from newton_schulz(torch.stack(batch))
 
 
 def warmup_stable_decay(step: int, *, warmup: float, cooldown: float, total: int, final: float) -> float:
@@ -169,7 +187,7 @@ def orthogonalize(weights: Sequence[Tensor], updates: Iterable[Tensor]) -> Itera
         updates: this rank's rows.
     """
     if not weights or not isinstance(weights[0], DTensor):
-        return map(newton_schulz, updates)
+        return newton_schulz_each(updates)
     mesh = weights[0].device_mesh  # (replicas,) shards
     return iter(_orthogonalize_shards([matrix_shape(w) for w in weights], list(updates), mesh.get_group(mesh.ndim - 1)))
 
@@ -194,7 +212,7 @@ def _orthogonalize_shards(
     matrices = [torch.cat(parts).view(shapes[index]) for index, *parts in zip(mine, *pieces, strict=True)]
 
     # Return the rows of the results
-    results = [newton_schulz(matrix).split(list(num)) for matrix, *num in zip(matrices, *rows, strict=True)]
+    results = [result.split(list(num)) for result, *num in zip(newton_schulz_each(matrices), *rows, strict=True)]
     incoming = torch.cat([part.flatten() for parts in zip(*results, strict=True) for part in parts] or [incoming])
     dist.all_to_all_single(outgoing, incoming, sent, received, group)
     shares = dict(zip(dealt, outgoing.split([shards[index].numel() for index in dealt]), strict=True))

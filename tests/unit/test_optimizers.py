@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from diffusion import optimizers
 from diffusion.config.model import Architecture, LoraConfig, ModelConfig
 from diffusion.models.architectures import build_network
 from diffusion.models.lora import add_lora
@@ -16,11 +17,13 @@ from diffusion.optimizers import (
     deal,
     hidden_matrices,
     newton_schulz,
+    newton_schulz_each,
     newton_schulz_flops,
     num_rows,
     warmup_stable_decay,
 )
 from diffusion.planning.memory import meta_network
+from tests.tools.launches import LaunchCounter
 
 SETTINGS = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.2, "fused": True}
 
@@ -33,7 +36,7 @@ def orthogonal(size: int, seed: int) -> torch.Tensor:
 def test_singular_values_come_near_one_and_singular_vectors_stay(shape):
     left, right = orthogonal(shape[0], 0)[:, :8], orthogonal(shape[1], 1)[:, :8]
     values = torch.logspace(0, -2, 8)
-    result = newton_schulz(left @ torch.diag(values) @ right.mT)
+    [result] = newton_schulz((left @ torch.diag(values) @ right.mT)[None])
     along = left.mT @ result @ right
     assert along.diagonal().min() > 0.68
     assert along.diagonal().max() < 1.2
@@ -45,14 +48,29 @@ def test_each_singular_value_goes_through_the_polynomial():
     expected = values / values.norm()
     for _ in range(5):
         expected = 3.4445 * expected - 4.7750 * expected**3 + 2.0315 * expected**5
-    torch.testing.assert_close(newton_schulz(torch.diag(values)), torch.diag(expected))
-    assert newton_schulz(torch.zeros(3, 4)).abs().max() == 0
+    torch.testing.assert_close(newton_schulz(torch.diag(values)[None]), torch.diag(expected)[None])
+    assert newton_schulz(torch.zeros(1, 3, 4)).abs().max() == 0
 
 
 def test_operations_are_those_that_torch_counts():
     with FlopCounterMode(display=False) as counter:
-        newton_schulz(torch.zeros(12, 40, dtype=torch.bfloat16))
+        newton_schulz(torch.zeros(1, 12, 40, dtype=torch.bfloat16))
     assert counter.get_total_flops() == newton_schulz_flops((12, 40)) == newton_schulz_flops((40, 12))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrices_of_one_shape_are_computed_together(monkeypatch, dtype):
+    monkeypatch.setattr(optimizers, "MAX_STACK", 2 * 6 * 8)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(6, 8)] * 5 + [(8, 6), (20, 10), (20, 10)]
+    matrices = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    alone = [newton_schulz(matrix[None])[0] for matrix in matrices]
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close([*newton_schulz_each(matrices)], alone, rtol=tolerance, atol=tolerance)
+    with LaunchCounter("all") as counter:
+        list(newton_schulz_each([matrix.to("meta") for matrix in matrices]))
+    products = {torch.float32: 5, torch.bfloat16: 10}[dtype]
+    assert counter.launches["all", "baddbmm"] == 6 * products, "3 batches of one shape, and 3 matrices alone"
 
 
 @pytest.mark.parametrize("shape", [(6, 10), (4, 3, 3, 3)])
@@ -65,7 +83,7 @@ def test_two_steps_follow_the_equations(shape):
         weight.grad = torch.randn(shape, generator=generator)
         gradient = weight.grad.flatten(1)
         momentum = 0.95 * momentum + 0.05 * gradient
-        update = newton_schulz(0.95 * momentum + 0.05 * gradient)
+        [update] = newton_schulz((0.95 * momentum + 0.05 * gradient)[None])
         expected = (1 - 0.1 * 0.2) * expected - 0.1 * 0.2 * max(expected.shape) ** 0.5 * update
         optimizer.step()
         torch.testing.assert_close(weight.detach().flatten(1), expected)
