@@ -1,4 +1,4 @@
-"""Muon (Jordan et al. 2024) for the matrices of a network and AdamW for the rest, as one optimizer; WSD.
+"""AdamW on local shards; Muon (Jordan et al. 2024) for the matrices of a network and AdamW for the rest; WSD.
 
 The momentum of a matrix is replaced by the nearest matrix with orthonormal rows or columns, which needs the whole
 matrix. FSDP2 shards matrices by rows: each is gathered by one rank, which returns the rows of the result.
@@ -29,7 +29,22 @@ MAX_STACK = 2**26
 """Numbers of the matrices that are orthogonalised together: 128 MiB in bf16."""
 
 
-class Muon(torch.optim.AdamW):
+class AdamW(torch.optim.AdamW):
+    """AdamW that computes on the local shards of DTensors.
+
+    Its state consists of DTensors, as torch's. A step costs the host less, since no operation has to find out how
+    its DTensors are sharded.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        """Collect weights, gradients and state of a group in the lists, each as the part of this rank."""
+        is_complex = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = map(local_shard, tensors)
+        return is_complex
+
+
+class Muon(AdamW):
     """Muon with Nesterov momentum for one group of parameters, AdamW for another.
 
     For a matrix W [R, C] with gradient G:

@@ -85,9 +85,13 @@ def set_collective_timeout(seconds: float, mesh: DeviceMesh | None) -> None:
         _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-def set_last_microbatch(model: nn.Module, is_last: bool) -> None:
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """List the modules that FSDP2 gathers and reduces one by one."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def set_last_microbatch(modules: list[FSDPModule], is_last: bool) -> None:
     """Let FSDP2 reduce gradients and reshard weights after the next backward pass only if it is the last of a step."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_requires_gradient_sync(is_last, recurse=False)
-            module.set_reshard_after_backward(is_last, recurse=False)
+    for module in modules:
+        module.set_requires_gradient_sync(is_last, recurse=False)
+        module.set_reshard_after_backward(is_last, recurse=False)

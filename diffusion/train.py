@@ -87,7 +87,7 @@ from diffusion.operations.checks.machine import check_machines
 from diffusion.operations.costs import BudgetSpentError
 from diffusion.operations.heartbeats import heartbeat_folder
 from diffusion.operations.lease import leased, leased_checkpoints
-from diffusion.optimizers import build_muon, warmup_stable_decay
+from diffusion.optimizers import AdamW, build_muon, warmup_stable_decay
 from diffusion.plugins import IndexedDataset, build_plugin, build_plugins, check_plugins
 from diffusion.sharding import fsdp_config
 from diffusion.trainer import HostTrainer
@@ -474,7 +474,7 @@ def build_trainer(
     return trainer
 
 
-def _build_optimizer(config: Config, model: ComposerModel) -> torch.optim.AdamW:
+def _build_optimizer(config: Config, model: ComposerModel) -> AdamW:
     optimizer = config.optimizer
     settings: dict[str, Any] = {
         "lr": optimizer.lr,
@@ -489,7 +489,7 @@ def _build_optimizer(config: Config, model: ComposerModel) -> torch.optim.AdamW:
         parameters = model.parameter_groups()
     else:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(parameters, **settings)
+    return AdamW(parameters, **settings)
 
 
 def _build_scheduler(config: Config) -> ComposerScheduler:

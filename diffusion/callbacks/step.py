@@ -10,12 +10,13 @@ import torch.distributed
 from composer import Callback, Logger, State
 from composer.utils import dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from diffusion.checkpointing.save import local_shard
 from diffusion.datasets.batch import BatchKey, num_microbatches, num_samples
 from diffusion.models.conditioning import Conditioner
-from diffusion.sharding import set_collective_timeout, set_last_microbatch
+from diffusion.sharding import fsdp_modules, set_collective_timeout, set_last_microbatch
 from diffusion.trainer import HostNumber
 
 GRADIENT_NORM = "grad_norm/total"
@@ -128,6 +129,12 @@ class AccumulateLocally(Callback):
 
     def __init__(self) -> None:
         self._num_left = 0
+        self._modules: list[FSDPModule] = []
+        self._is_last = True
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Find the modules once: a network has hundreds of others."""
+        self._modules = fsdp_modules(state.model)
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
         """Count the microbatches of this step."""
@@ -135,9 +142,12 @@ class AccumulateLocally(Callback):
         self._num_left = num_microbatches(state.batch, num_samples(state.batch) if size is None else size)
 
     def before_forward(self, state: State, logger: Logger) -> None:
-        """Mark the last microbatch for FSDP2."""
+        """Mark the last microbatch for FSDP2, if the one before was not the last, or the reverse."""
         self._num_left -= 1
-        set_last_microbatch(state.model, self._num_left == 0)
+        is_last = self._num_left == 0
+        if is_last != self._is_last:
+            set_last_microbatch(self._modules, is_last)
+        self._is_last = is_last
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         """Check the count: without a last microbatch the gradients of the ranks would differ."""

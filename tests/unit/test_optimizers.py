@@ -5,13 +5,18 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion import optimizers
+from diffusion.checkpointing.save import local_shard
 from diffusion.config.model import Architecture, LoraConfig, ModelConfig
 from diffusion.models.architectures import build_network
 from diffusion.models.lora import add_lora
 from diffusion.optimizers import (
+    AdamW,
     Muon,
     build_muon,
     deal,
@@ -25,6 +30,7 @@ from diffusion.optimizers import (
 )
 from diffusion.planning.memory import meta_network
 from tests.tools.launches import LaunchCounter
+from tests.unit.models.fast.test_fast_unet import process_group  # noqa: F401
 
 SETTINGS = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.2, "fused": True}
 
@@ -115,6 +121,47 @@ def test_the_rest_is_updated_by_adamw_to_the_bit():
             optimizer.step()
     assert torch.equal(ours, theirs)
     assert torch.equal(matrix, torch.ones(2, 2)), "a weight without a gradient stays"
+
+
+def test_adamw_on_dtensors_computes_as_torch_does_to_the_bit(process_group):  # noqa: F811
+    mesh = init_device_mesh("cpu", (1,))
+    generator = torch.Generator().manual_seed(0)
+    numbers = [torch.randn(3, 4, generator=generator) for _ in range(4)]
+    weights = [nn.Parameter(distribute_tensor(numbers[0].clone(), mesh, [Shard(0)])) for _ in range(2)]
+    ours, theirs = AdamW([weights[0]], **SETTINGS), torch.optim.AdamW([weights[1]], **SETTINGS)
+    for number in numbers[1:]:
+        for weight, optimizer in zip(weights, (ours, theirs), strict=True):
+            weight.grad = distribute_tensor(number.clone(), mesh, [Shard(0)])
+            with WatchUpdates() as updates:
+                optimizer.step()
+            assert updates.on_dtensors == [optimizer is theirs]
+    state, expected = (optimizer.state[weight] for optimizer, weight in zip((ours, theirs), weights, strict=True))
+    assert list(state) == list(expected)
+    for one, other in [
+        (weights[0], weights[1]),
+        *zip(state.values(), expected.values(), strict=True),
+    ]:
+        assert type(one) is type(other)
+        assert torch.equal(local_shard(one), local_shard(other))
+    continued = AdamW([weights[1]], **SETTINGS)
+    continued.load_state_dict(theirs.state_dict())
+    for weight, optimizer in zip(weights, (ours, continued), strict=True):
+        weight.grad = distribute_tensor(numbers[0].clone(), mesh, [Shard(0)])
+        optimizer.step()
+    assert torch.equal(*map(local_shard, weights))
+
+
+class WatchUpdates(TorchDispatchMode):
+    """Notes for each fused update whether its first argument holds DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_dtensors: list[bool] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is torch.ops.aten._fused_adamw_:
+            self.on_dtensors.append(isinstance(args[0][0], DTensor))
+        return func(*args, **(kwargs or {}))
 
 
 def test_continues_from_its_state_to_the_bit():

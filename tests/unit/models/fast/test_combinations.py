@@ -17,7 +17,7 @@ from diffusion.config.training import Device
 from diffusion.ema.averaging import Exponential, WeightAverage, reshard, trainable_parameters
 from diffusion.models.fast import compilation
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.sharding import fsdp_config, set_last_microbatch
+from diffusion.sharding import fsdp_config, fsdp_modules, set_last_microbatch
 from diffusion.train import _build_optimizer, build_training_model
 from tests.tools.image_encoders import write_image_encoder
 from tests.unit.models.fast.test_fast_unet import process_group  # noqa: F401
@@ -123,7 +123,7 @@ def test_a_step_has_the_loss_of_the_plain_network_and_reaches_all_weights(words,
     losses = []
     for number in range(2):
         if config.trainer.parallelism.value == "fsdp":
-            set_last_microbatch(model, number == 1)
+            set_last_microbatch(fsdp_modules(model), number == 1)
         losses.append(loss_of(model, number))
         (losses[-1] / 2).backward()
     parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}

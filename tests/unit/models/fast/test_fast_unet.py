@@ -12,7 +12,6 @@ from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from diffusers.models.upsampling import Upsample2D
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,7 +29,7 @@ from diffusion.models.fast import compilation
 from diffusion.models.fast.channels_last import ChannelsLastUpsample
 from diffusion.models.fast.norms import use_low_precision_norms
 from diffusion.planning.memory import meta_network
-from diffusion.sharding import fsdp_config, set_last_microbatch
+from diffusion.sharding import fsdp_config, fsdp_modules, set_last_microbatch
 
 SHRUNK = {"block_out_channels": (16, 32, 32, 32), "attention_head_dim": (2, 4, 4, 4), "cross_attention_dim": 16}
 SD2 = {**STABLE_DIFFUSION_2.network, **SHRUNK, "norm_num_groups": 4}
@@ -264,11 +263,11 @@ def collectives(monkeypatch) -> Counter[str]:
 def test_gradients_are_reduced_once_per_step(process_group, collectives, is_local):
     plain = build(TOY, None)
     unet = shard(build(TOY, PerformanceConfig()))
-    num_units = sum(isinstance(module, FSDPModule) for module in unet.modules())
+    num_units = len(fsdp_modules(unet))
     assert num_units > 10, "a unit for each block"
     for number in range(3):
         if is_local:
-            set_last_microbatch(unet, number == 2)
+            set_last_microbatch(fsdp_modules(unet), number == 2)
         loss_of(unet, batch(seed=number)).backward()
     for number in range(3):
         loss_of(plain, batch(seed=number)).backward()
