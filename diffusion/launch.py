@@ -34,6 +34,7 @@ from diffusion.distributed import (
     has_process_group,
     local_rank,
     local_world_size,
+    num_cores,
     rank,
     world_size,
 )
@@ -41,6 +42,9 @@ from diffusion.errors import ConfigurationError, MachineError, PreemptedError, U
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Addresses that other machines cannot reach."""
+
+MAX_COMPILE_THREADS = 32
+"""Torch's limit for one process."""
 
 _PACKAGES = (
     "torch",
@@ -143,6 +147,7 @@ def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to
         os.environ.setdefault("NODE_RANK", os.environ["GROUP_RANK"])
     if "RANK" in os.environ:  # A signal to the composer launcher, or SIGKILL to torchrun, ends it alone.
         end_with_parent(signal.SIGTERM)
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(compile_threads()))
     try:
         main()
     except BaseException as error:
@@ -154,6 +159,11 @@ def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to
         _report(cause, say)
         return end_process(code)
     return 0
+
+
+def compile_threads() -> int:
+    """Number of processes in which a rank compiles kernels: its share of the node's cores, where torch takes all."""
+    return max(1, min(MAX_COMPILE_THREADS, num_cores() // local_world_size()))
 
 
 def exit_code(error: BaseException | None) -> int:
