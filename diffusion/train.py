@@ -469,6 +469,8 @@ def build_trainer(
         )
     except CheckpointException as error:
         raise as_data_error(error, str(load_path)) from error
+    if config.performance.log_late:
+        trainer.log_late()
     if load_path is not None:
         restore_group_settings(trainer, configured)
     return trainer

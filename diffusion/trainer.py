@@ -1,13 +1,13 @@
 """Composer's Trainer with fewer reads from the device, and the only use of its private parts.
 
 A read from a GPU waits for all work before it. Composer makes eight in a step, one of them between the backward pass
-and the optimizer. Two remain: the number of samples before the first microbatch, and the loss for the loggers, after
-the optimizer's step is queued.
+and the optimizer. One remains: the loss for the loggers, after the optimizer's step is queued. With `log_late` the host
+reads it one step later, when the next step is queued, so that the GPU always has work.
 """
 
 import datetime
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from composer import Event, Trainer
 from composer.callbacks import SpeedMonitor
 from composer.core import State
 from composer.core.types import TrainerMode
-from composer.loggers import Logger
+from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 from torch import Tensor
 
@@ -53,6 +53,49 @@ class HostTrainer(Trainer):
                 self.engine.run_marker_only_event(Event.AFTER_DATALOADER)
                 return
             yield batch
+
+    def log_late(self) -> None:
+        """Log the losses of each step, and what is logged after them, when the work of the next step is queued."""
+        self.logger = self.engine.logger = LateLogger(self.state, self.logger.destinations)
+
+    def _train_batch(self, use_grad_scaling: bool) -> Any:
+        """Train on a batch; return the losses, or log them later and return None."""
+        losses = super()._train_batch(use_grad_scaling)
+        if not isinstance(self.logger, LateLogger):
+            return losses
+        self.logger.release()
+        numbers: Any = {name: HostNumber() for name in losses}
+        for name, loss in losses.items():
+            dist.all_reduce(loss)
+            numbers[name].start(loss.double().squeeze() / dist.get_world_size())
+        self.state.total_loss_dict = numbers
+        self.logger.log_metrics(numbers)
+        return None
+
+    def _train_microbatches(
+        self, microbatches: Sequence[Any], total_loss_dict: dict[str, Tensor], ddp_sync: bool = True
+    ) -> Tensor:
+        """Train on the microbatches of a step as Composer does, without a sum of the ranks' samples on the device."""
+        data, scaler = self._train_data_spec, self.state.scaler
+        assert data is not None
+        assert scaler is not None
+        scales = self._use_grad_scaling(self.state.precision, scaler)
+        self.engine.run_event(Event.BEFORE_TRAIN_BATCH)
+        for optimizer in self.state.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        batch, num_samples = self.state.batch, sum(map(data.get_num_samples_in_batch, microbatches))
+        for number, microbatch in enumerate(microbatches, 1):
+            self.state.batch = data.microbatch_transforms(self.state.device.batch_to_device(microbatch))
+            losses = self._train_microbatch(scales, num_samples, number == len(microbatches))
+            for name, loss in losses.items():
+                key = f"loss/train/{name}"
+                total_loss_dict[key] = total_loss_dict.get(key, 0) + loss
+        self.state.batch = batch
+        if scales:
+            for optimizer in self.state.optimizers:
+                scaler.unscale_(optimizer)
+        self.engine.run_event(Event.AFTER_TRAIN_BATCH)
+        return total_loss_dict["loss/train/total"]
 
     def _train_microbatch(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Train on a microbatch without a copy of it, which only metrics in training need."""
@@ -103,3 +146,38 @@ class HostNumber:
         if self._copied is not None:
             self._copied.synchronize()
         return self._copy.item()
+
+    __float__ = read
+
+
+class LateLogger(Logger):
+    """Logger that holds back each `HostNumber`, and all that is logged after it, until `release`.
+
+    Loggers get the same numbers of the same steps in the same order as without it.
+    """
+
+    def __init__(self, state: State, destinations: Sequence[LoggerDestination]) -> None:
+        super().__init__(state, destinations)
+        self._held: list[tuple[dict[str, Any], int]] = []
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Log numbers, or hold them back."""
+        step = self._state.timestamp.batch.value if step is None else step
+        if self._held or any(isinstance(number, HostNumber) for number in metrics.values()):
+            self._held.append((metrics, step))
+        else:
+            super().log_metrics(metrics, step)
+
+    def log_images(self, *args: Any, **kwargs: Any) -> None:
+        """Log images, after all numbers before them."""
+        self.release()
+        super().log_images(*args, **kwargs)
+
+    def release(self) -> None:
+        """Log what was held back."""
+        held, self._held = self._held, []
+        for metrics, step in held:
+            numbers = {
+                name: number.read() if isinstance(number, HostNumber) else number for name, number in metrics.items()
+            }
+            super().log_metrics(numbers, step)

@@ -95,7 +95,8 @@ def build_callbacks(
     ema, averages = build_averages(config.algorithms.ema, folder, storage.remote)
     utilisation = _build_utilisation(config, dataset)
     meter = CostMeter(folder, operations, config.plan.price_per_gpu_hour, utilisation)
-    saver = _build_saver(config, storage)
+    guard = LossGuard(operations.guard, folder) if operations.guard is not None else None
+    saver = _build_saver(config, storage, guard)
     max_norm = config.optimizer.max_grad_norm
     interval = config.loggers.utilisation_interval
     bad_images = BadImageGuard(folder, interval, dataset) if isinstance(dataset, TextImageDataset) else None
@@ -106,7 +107,7 @@ def build_callbacks(
         meter,
         # A wrong loss ends the run before anything else is done in its step. A skipped update is dropped before it is
         # clipped.
-        LossGuard(operations.guard, folder) if operations.guard is not None else None,
+        guard,
         ClipGradients(max_norm) if max_norm is not None else None,
         # The model draws its random numbers by the addresses in the batch.
         StepAddress(in_turns=config.plugins.train_dataset is not None),
@@ -164,7 +165,7 @@ def _build_utilisation(config: Config, dataset: Any) -> Utilisation:
     return Utilisation(config.loggers.utilisation_interval, loader, dataset.meter if is_remote else None)
 
 
-def _build_saver(config: Config, storage: CheckpointStorage) -> SaveCheckpoints:
+def _build_saver(config: Config, storage: CheckpointStorage, guard: LossGuard | None) -> SaveCheckpoints:
     settings = config.trainer
     every = None
     if settings.keep_every is not None:
@@ -177,4 +178,5 @@ def _build_saver(config: Config, storage: CheckpointStorage) -> SaveCheckpoints:
         every=every,
         remote=storage.remote,
         background=settings.async_checkpoints,
+        guard=guard,
     )

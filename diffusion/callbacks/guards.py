@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 from composer import Callback, Logger, State
 from composer.utils import dist
@@ -27,6 +27,7 @@ from diffusion.formats.run_folder import (
     read_rollbacks,
     request_rollback,
 )
+from diffusion.trainer import HostNumber
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +42,10 @@ class RolledBackError(PreemptedError):
 class LossGuard(Callback):
     """Check the loss of each step (NaN, infinity, spikes), and end the run when it is wrong, before it is saved.
 
-    The loss is the mean over all ranks that Composer has read from the device for its loggers: nothing waits for the
-    device here, and all ranks decide the same. A skipped step has no update: weights, moments and step count of the
-    optimizer stay, while time, learning rate and data go on. Skipped steps are part of the record of the run and of
-    each later checkpoint.
+    The loss is the mean over all ranks, as loggers get it, so that all ranks decide the same. Nothing waits for the
+    device here: a loss that the Trainer reads one step later is checked then, or before a checkpoint is saved. A
+    skipped step has no update: weights, moments and step count of the optimizer stay, while time, learning rate and
+    data go on. Skipped steps are part of the record of the run and of each later checkpoint.
     """
 
     def __init__(self, guard: GuardConfig, run: Path) -> None:
@@ -52,6 +53,7 @@ class LossGuard(Callback):
         self._record: list[Rollback] = []
         self._rolled_back: set[int] = set()
         self._before: deque[float] = deque(maxlen=guard.spike_window)
+        self._unchecked: tuple[int, SupportsFloat] | None = None
 
     @property
     def _skipped(self) -> set[int]:
@@ -71,13 +73,27 @@ class LossGuard(Callback):
             logger.log_metrics({SKIPPED: int(is_skipped)})
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Check the loss of the step.
+        """Check the loss of the step, or that of the step before.
+
+        Raises: as `check`.
+        """
+        self.check(state)
+        loss = state.total_loss_dict[TRAIN_LOSS]
+        self._unchecked = state.timestamp.batch.value - 1, loss
+        if not isinstance(loss, HostNumber):
+            self.check(state)
+
+    def check(self, state: State) -> None:
+        """Check the newest loss, if it is not checked yet.
 
         Raises:
             RolledBackError: on all ranks: the run rolls back.
             DivergenceError: on all ranks: it has rolled back before, and the loss is wrong again.
         """
-        step, loss = state.timestamp.batch.value - 1, state.total_loss_dict[TRAIN_LOSS]
+        if self._unchecked is None:
+            return
+        step, loss = self._unchecked[0], float(self._unchecked[1])
+        self._unchecked = None
         if step in self._skipped:
             return
         if not is_wrong(loss, self._before, self.guard):

@@ -16,6 +16,7 @@ from composer.callbacks import CheckpointSaver
 from composer.utils import dist, reproducibility
 from torch.distributed.checkpoint.api import CheckpointException
 
+from diffusion.callbacks.guards import LossGuard
 from diffusion.checkpointing.find import find_damage, is_complete
 from diffusion.checkpointing.layout import list_checkpoints, remove_checkpoint, remove_copy, superseded
 from diffusion.checkpointing.remote import RemoteCheckpoints
@@ -23,6 +24,7 @@ from diffusion.checkpointing.save import HostCopy, write_file, write_sharded
 from diffusion.distributed import LONG_TIMEOUT, agree
 from diffusion.errors import MachineError, UserError
 from diffusion.formats.run_folder import STALL
+from diffusion.trainer import LateLogger
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +62,7 @@ class SaveCheckpoints(CheckpointSaver):
         damaged: names of checkpoints of earlier starts that do not count as kept; one that is written anew does.
         remote: the store of the checkpoints; None is `folder`.
         background: write while training goes on.
+        guard: checks the loss of the step before the checkpoint is written.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class SaveCheckpoints(CheckpointSaver):
         damaged: set[str] | None = None,
         remote: RemoteCheckpoints | None = None,
         background: bool = False,
+        guard: LossGuard | None = None,
     ) -> None:
         super().__init__(
             folder=str(folder),
@@ -83,7 +87,7 @@ class SaveCheckpoints(CheckpointSaver):
             overwrite=True,
         )
         self.local, self.remote = folder, remote
-        self.newest, self.every = newest, every
+        self.newest, self.every, self.guard = newest, every, guard
         self._damaged = set() if damaged is None else damaged
         self._group: Any = None
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "checkpoint", _take_device) if background else None
@@ -119,6 +123,10 @@ class SaveCheckpoints(CheckpointSaver):
             concurrent.futures.wait([self._pending])
 
     def _save_checkpoint(self, state: State, logger: Logger) -> None:
+        if isinstance(logger, LateLogger):  # The row of the metrics file is part of the checkpoint.
+            logger.release()
+        if self.guard is not None:
+            self.guard.check(state)
         start = time.perf_counter()
         self._wait()
         is_sharded = state.fsdp_sharded_state_dict_enabled

@@ -17,7 +17,7 @@ from diffusion.checkpointing.save import local_shard
 from diffusion.datasets.batch import BatchKey, num_microbatches, num_samples
 from diffusion.models.conditioning import Conditioner
 from diffusion.sharding import fsdp_modules, set_collective_timeout, set_last_microbatch
-from diffusion.trainer import HostNumber
+from diffusion.trainer import HostNumber, LateLogger
 
 GRADIENT_NORM = "grad_norm/total"
 """Metric: the norm of all gradients of a step over all ranks, before clipping."""
@@ -85,7 +85,7 @@ class DataPosition(Callback):
 class ClipGradients(Callback):
     """Scale the gradients of a step down to a maximum norm over all parameters of all ranks, and log the norm.
 
-    The host does not wait for the norm: it reads its copy at the end of the step, after Composer has read the loss.
+    The host does not wait for the norm: it reads its copy when it reads the loss.
     """
 
     def __init__(self, max_norm: float) -> None:
@@ -102,12 +102,14 @@ class ClipGradients(Callback):
             norm = _global_norm(gradients)
             coefficient = (self.max_norm / (norm + EPSILON)).clamp(max=1.0)
             torch._foreach_mul_([local_shard(gradient) for gradient in gradients], coefficient)  # pyright: ignore[reportPrivateImportUsage]
+            self._norm = HostNumber()
             self._norm.start(norm)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Log the norm."""
         if self._is_clipped:
-            logger.log_metrics({GRADIENT_NORM: self._norm.read()})
+            is_late = isinstance(logger, LateLogger)
+            logger.log_metrics({GRADIENT_NORM: self._norm if is_late else self._norm.read()})  # pyright: ignore[reportArgumentType]
 
 
 def _global_norm(gradients: list[Tensor]) -> Tensor:

@@ -477,5 +477,9 @@ class PerformanceConfig:
     weights and average the gradients once per step instead of once per microbatch; takes 4 bytes per weight on each
     rank."""
 
+    log_late: bool = False
+    """Read the loss and the gradient norm of a step when the next one is queued, so that a GPU always has work. Logged
+    numbers keep their steps. The guard checks a loss one step later, or before a checkpoint is saved."""
+
     cudnn_benchmark: bool = True
     """Let cuDNN benchmark its algorithms for each shape; never with trainer.deterministic."""

@@ -25,6 +25,7 @@ from diffusion.formats.run_folder import (
 )
 from diffusion.operations.heartbeats import Phase, read_heartbeats
 from diffusion.randomness import sample_address
+from diffusion.trainer import HostNumber
 from tests.integration.test_failures import latents
 from tests.tools.runs import losses
 
@@ -67,22 +68,26 @@ def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_spike_is_noticed_in_the_same_step_by_a_run_that_was_continued(tmp_path):
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_spike_is_noticed_in_the_same_step_by_a_run_that_was_continued(tmp_path, is_late):
     def at(step: int, loss: float) -> State:
         timestamp = SimpleNamespace(batch=SimpleNamespace(value=step + 1))
-        return cast(
-            "State", SimpleNamespace(timestamp=timestamp, total_loss_dict={TRAIN_LOSS: loss}, train_dataloader=None)
-        )
+        number = HostNumber()
+        number.start(torch.tensor(loss))
+        losses = {TRAIN_LOSS: number if is_late else loss}
+        return cast("State", SimpleNamespace(timestamp=timestamp, total_loss_dict=losses, train_dataloader=None))
 
     guard = GuardConfig(spike_factor=3.0, spike_window=3)
     whole, continued, logger = LossGuard(guard, tmp_path), LossGuard(guard, tmp_path), cast("Logger", None)
     for step, loss in enumerate([9.0, 1.0, 1.0, 1.1]):
         whole.batch_end(at(step, loss), logger)
+    whole.check(at(3, 1.1))  # As before a checkpoint is saved.
     continued.load_state_dict(whole.state_dict())
     for each in (whole, continued):
         each.batch_end(at(4, 2.9), logger)
         with pytest.raises(RolledBackError, match="the loss of step 5 is"):
             each.batch_end(at(5, 3.4), logger)
+            each.check(at(5, 3.4))
     assert read_request(tmp_path) is not None
 
 
@@ -105,6 +110,14 @@ def test_a_nan_that_passes_leaves_no_trace_in_the_run(server, tmp_path):
     assert losses(hit) == losses(whole)
     assert len(losses(whole)) == 8
     assert are_equal(weights(hit, 8), weights(whole, 8))
+
+
+def test_a_loss_that_is_read_late_is_checked_before_a_checkpoint_is_saved(server, tmp_path):
+    job = server.run(1, [run(tmp_path, poison(3), "performance.log_late=true")])
+    assert job.codes == [75]
+    assert "the loss of step 3 is nan" in job.output
+    assert [path.name for path in tmp_path.glob("checkpoints/*")] == ["ep0-ba2"]
+    assert [math.isnan(loss) for loss in losses(tmp_path)] == [False, False, False, True]
 
 
 @pytest.mark.world_size(2)

@@ -9,6 +9,7 @@ from composer import Callback, Logger, State, Trainer
 from composer.utils import dist
 
 from diffusion import train as training
+from diffusion.callbacks.step import GRADIENT_NORM
 from diffusion.config.loading import load_config
 from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 from diffusion.trainer import HostTrainer
@@ -39,10 +40,11 @@ def process_group():
         torch.distributed.destroy_process_group()
 
 
-def run(folder, kind, parallelism, monkeypatch):
+def run(folder, kind, parallelism, monkeypatch, *overrides):
     monkeypatch.setattr(training, "HostTrainer", kind)
     config = load_config(
-        "tests/tools/toy.yaml", [*OVERRIDES, f"output_folder={folder}", f"trainer.parallelism={parallelism}"]
+        "tests/tools/toy.yaml",
+        [*OVERRIDES, *overrides, f"output_folder={folder}", f"trainer.parallelism={parallelism}"],
     )
     trainer = training.train(config)
     return trainer, series(read_metrics(folder / "metrics.jsonl"), TRAIN_LOSS)
@@ -57,6 +59,18 @@ def test_trains_as_composers_trainer_does(tmp_path, monkeypatch, parallelism):
     weights = theirs.state.model.state_dict()
     assert all(torch.equal(value, weights[name]) for name, value in ours.state.model.state_dict().items())
     assert ours.state.timestamp.sample == theirs.state.timestamp.sample == 32
+
+
+@pytest.mark.usefixtures("process_group")
+def test_numbers_that_are_logged_late_keep_their_steps_and_their_order(tmp_path, monkeypatch):
+    settings = ["optimizer.max_grad_norm=1.0", "trainer.save_interval=3ba", "trainer.max_duration=5ba"]
+    for name in ("false", "true"):
+        run(tmp_path / name, HostTrainer, "ddp", monkeypatch, *settings, f"performance.log_late={name}")
+    rows, late = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("false", "true"))
+    assert [list(row) for row in late] == [list(row) for row in rows]
+    for name in ("step", TRAIN_LOSS, GRADIENT_NORM, "time/sample"):
+        assert [row.get(name) for row in late] == [row.get(name) for row in rows]
+    assert [TRAIN_LOSS in row for row in late] == [True] * 5 + [False]
 
 
 def test_two_ranks_count_the_same_samples(server, tmp_path):

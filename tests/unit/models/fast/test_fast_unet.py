@@ -1,10 +1,13 @@
 import functools
 from collections import Counter
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from composer import Logger, State
 from composer.core import Precision
 from composer.distributed.fsdp2 import prepare_fully_shard
 from composer.distributed.fsdp2_utils import generate_composer_model_policy
@@ -15,12 +18,14 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.nn.parallel import DistributedDataParallel
 
+from diffusion.callbacks.step import AccumulateLocally
 from diffusion.config.checks import is_location
 from diffusion.config.data import image_sizes
 from diffusion.config.loading import load_config
 from diffusion.config.model import AttentionBackend, Compilation, PerformanceConfig
 from diffusion.config.training import Device, TrainerConfig
 from diffusion.config.training import Precision as TrainPrecision
+from diffusion.datasets.batch import BatchKey
 from diffusion.ema.averaging import full_tensor, plain_name
 from diffusion.errors import ConfigurationError
 from diffusion.models import fast
@@ -29,7 +34,7 @@ from diffusion.models.fast import compilation
 from diffusion.models.fast.channels_last import ChannelsLastUpsample
 from diffusion.models.fast.norms import use_low_precision_norms
 from diffusion.planning.memory import meta_network
-from diffusion.sharding import fsdp_config, fsdp_modules, set_last_microbatch
+from diffusion.sharding import fsdp_config, fsdp_modules
 
 SHRUNK = {"block_out_channels": (16, 32, 32, 32), "attention_head_dim": (2, 4, 4, 4), "cross_attention_dim": 16}
 SD2 = {**STABLE_DIFFUSION_2.network, **SHRUNK, "norm_num_groups": 4}
@@ -265,9 +270,14 @@ def test_gradients_are_reduced_once_per_step(process_group, collectives, is_loca
     unet = shard(build(TOY, PerformanceConfig()))
     num_units = len(fsdp_modules(unet))
     assert num_units > 10, "a unit for each block"
+    callback, logger = AccumulateLocally(), cast("Logger", None)
+    steps = {BatchKey.SAMPLE: torch.arange(3)}
+    state = cast("State", SimpleNamespace(model=unet, batch=steps, device_train_microbatch_size=1))
+    callback.fit_start(state, logger)
+    callback.before_train_batch(state, logger)
     for number in range(3):
         if is_local:
-            set_last_microbatch(fsdp_modules(unet), number == 2)
+            callback.before_forward(state, logger)
         loss_of(unet, batch(seed=number)).backward()
     for number in range(3):
         loss_of(plain, batch(seed=number)).backward()

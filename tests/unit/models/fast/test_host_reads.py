@@ -1,6 +1,6 @@
 """Nothing of ours reads a number from the device in a step: on a GPU each such read waits for all work before it.
 
-Composer reads two numbers: the samples of the ranks, and the loss for the loggers.
+Composer reads one number: the loss for the loggers, if they do not get it one step later.
 """
 
 import traceback
@@ -13,7 +13,9 @@ from composer import Callback, Logger, State
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import diffusion
+from diffusion.callbacks.metrics_file import MetricsFile
 from diffusion.config.loading import load_config
+from diffusion.formats.run_folder import TRAIN_LOSS
 from diffusion.train import train
 from diffusion.trainer import HostNumber
 
@@ -45,12 +47,25 @@ class WatchReads(TorchDispatchMode):
 
 
 class WatchSteps(Callback):
-    """Watches some steps of a run, everything between the beginnings of two steps."""
+    """Watches some steps of a run, everything between the beginnings of two steps, and the delay of logged losses."""
 
     found: list[str] = []
+    delays: list[int] = []
 
     def __init__(self) -> None:
         self.mode = WatchReads()
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        type(self).delays = []
+        (file,) = [each for each in logger.destinations if isinstance(each, MetricsFile)]
+        log_metrics = file.log_metrics
+
+        def noted(metrics, step):
+            if TRAIN_LOSS in metrics and FIRST <= step < END:
+                self.delays.append(state.timestamp.batch.value - step)
+            log_metrics(metrics, step)
+
+        file.log_metrics = noted
 
     def batch_start(self, state: State, logger: Logger) -> None:
         if state.timestamp.batch.value == FIRST:
@@ -101,16 +116,20 @@ def train_watched(tmp_path, callback, *settings):
         torch.distributed.destroy_process_group()
 
 
-def test_nothing_of_ours_reads_from_the_device_in_a_step(tmp_path):
-    train_watched(tmp_path, WatchSteps)
+@pytest.mark.parametrize(("is_late", "num_reads"), [(False, 1), (True, 0)])
+def test_nothing_of_ours_reads_from_the_device_in_a_step(tmp_path, is_late, num_reads):
+    train_watched(tmp_path, WatchSteps, f"performance.log_late={is_late}")
     reads = WatchSteps.found
     assert [position for position in reads if position.startswith(PACKAGE)] == []
-    assert len(reads) == 2 * (END - FIRST), reads
+    assert len(reads) == num_reads * (END - FIRST), reads
+    assert WatchSteps.delays == [int(is_late)] * (END - FIRST)
 
 
 @pytest.mark.gpu
-def test_a_step_on_a_gpu_waits_for_it_twice(tmp_path):
-    train_watched(tmp_path, WatchSynchronisations, "trainer.device=gpu", "trainer.precision=amp_bf16")
+@pytest.mark.parametrize(("is_late", "num_reads"), [(False, 1), (True, 0)])
+def test_a_step_on_a_gpu_waits_for_the_loss_only(tmp_path, is_late, num_reads):
+    settings = ["trainer.device=gpu", "trainer.precision=amp_bf16", f"performance.log_late={is_late}"]
+    train_watched(tmp_path, WatchSynchronisations, *settings)
     positions = WatchSynchronisations.found
     assert [position for position in positions if position.startswith(PACKAGE)] == []
-    assert 0 < len(positions) <= 2 * (END - FIRST), positions
+    assert len(positions) == num_reads * (END - FIRST), positions
