@@ -158,11 +158,12 @@ class LateLogger(Logger):
 
     def __init__(self, state: State, destinations: Sequence[LoggerDestination]) -> None:
         super().__init__(state, destinations)
+        self.state = state
         self._held: list[tuple[dict[str, Any], int]] = []
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Log numbers, or hold them back."""
-        step = self._state.timestamp.batch.value if step is None else step
+        step = self.state.timestamp.batch.value if step is None else step
         if self._held or any(isinstance(number, HostNumber) for number in metrics.values()):
             self._held.append((metrics, step))
         else:

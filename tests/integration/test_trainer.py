@@ -14,6 +14,7 @@ from diffusion.config.loading import load_config
 from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 from diffusion.trainer import HostTrainer
 
+LATE = "performance.log_late=true"
 OVERRIDES = ["trainer.device_train_microbatch_size=2", "trainer.max_duration=4ba", "algorithms.ema.start=1ba"]
 
 
@@ -66,11 +67,16 @@ def test_numbers_that_are_logged_late_keep_their_steps_and_their_order(tmp_path,
     settings = ["optimizer.max_grad_norm=1.0", "trainer.save_interval=3ba", "trainer.max_duration=5ba"]
     for name in ("false", "true"):
         run(tmp_path / name, HostTrainer, "ddp", monkeypatch, *settings, f"performance.log_late={name}")
+    for end in ("3ba", "5ba"):
+        resumed = run(
+            tmp_path / "resumed", HostTrainer, "ddp", monkeypatch, *settings, f"trainer.max_duration={end}", LATE
+        )
     rows, late = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("false", "true"))
     assert [list(row) for row in late] == [list(row) for row in rows]
     for name in ("step", TRAIN_LOSS, GRADIENT_NORM, "time/sample"):
         assert [row.get(name) for row in late] == [row.get(name) for row in rows]
     assert [TRAIN_LOSS in row for row in late] == [True] * 5 + [False]
+    assert resumed[1] == series(rows, TRAIN_LOSS)
 
 
 def test_two_ranks_count_the_same_samples(server, tmp_path):

@@ -30,7 +30,7 @@ def main() -> None:
             optimizer.step()
             found.append(time.thread_time() - start)
     for optimizer, found in zip(optimizers, seconds, strict=True):
-        print(f"{type(optimizer).__module__}: {min(found) * 1e3:.1f} ms")  # noqa: T201
+        print(f"{type(optimizer).__module__}: {min(found) * 1e3:.1f} ms")
     dist.destroy_process_group()
 
 
