@@ -459,6 +459,10 @@ class PerformanceConfig:
     fused_projections: bool = True
     """Use one matrix product for queries, keys and values (self-attention), or keys and values (cross-attention)."""
 
+    split_geglu: bool = True
+    """With compilation: use two matrix products for a GEGLU, whose backward pass then needs half the arithmetic beside
+    them."""
+
     attention: AttentionBackend = AttentionBackend.auto
     """Attention kernel; one that does not support the data is an error. cudnn: self-attention only, torch chooses for
     cross-attention. auto: torch chooses, on Hopper and Blackwell cuDNN where it supports the data."""

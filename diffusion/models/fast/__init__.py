@@ -9,6 +9,7 @@ from diffusion.errors import ConfigurationError
 from diffusion.models.fast.attention import set_attention
 from diffusion.models.fast.channels_last import keep_channels_last
 from diffusion.models.fast.compilation import compile_blocks, compile_modules, find_blocks, mark_steps
+from diffusion.models.fast.geglu import split_geglu
 
 
 def resolve_compilation(compilation: Compilation, device: Device) -> Compilation:
@@ -33,6 +34,8 @@ def apply(network: nn.Module, config: PerformanceConfig, device: Device) -> None
     if config.channels_last and isinstance(network, UNet2DConditionModel):
         keep_channels_last(network, is_fused=config.fused_norms)
     set_attention(network, config.attention, is_fused=config.fused_projections)
+    if config.split_geglu:
+        split_geglu(network)
     if config.cuda_graphs:
         mark_steps(network)
     compilation = resolve_compilation(config.compilation, device)

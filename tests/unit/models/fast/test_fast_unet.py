@@ -1,3 +1,4 @@
+import copy
 import functools
 from collections import Counter
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from composer import Logger, State
 from composer.core import Precision
 from composer.distributed.fsdp2 import prepare_fully_shard
 from composer.distributed.fsdp2_utils import generate_composer_model_policy
+from diffusers.models.activations import GEGLU
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from diffusers.models.upsampling import Upsample2D
@@ -32,6 +34,7 @@ from diffusion.models import fast
 from diffusion.models.architectures import STABLE_DIFFUSION_2, TINY, with_seed
 from diffusion.models.fast import compilation
 from diffusion.models.fast.channels_last import ChannelsLastUpsample
+from diffusion.models.fast.geglu import split_geglu
 from diffusion.models.fast.norms import use_low_precision_norms
 from diffusion.planning.memory import meta_network
 from diffusion.sharding import fsdp_config, fsdp_modules
@@ -330,6 +333,21 @@ def test_compiled_blocks_can_be_checkpointed(traced):
         loss_of(one, batch()).backward()
     for (name, one), other in zip(plain.named_parameters(), unet.parameters(), strict=True):
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-3, atol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_geglu_of_two_products_has_the_results_of_one(traced, bias):
+    one = with_seed(3, lambda: GEGLU(16, 64, bias=bias))
+    two = copy.deepcopy(one)
+    split_geglu(two)
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(two(x), one(x)), "one product without compilation"
+    outputs = one(x), torch.compile(two, fullgraph=True)(x)
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-6, atol=1e-6)
+    gradients = [
+        torch.autograd.grad(y.square().sum(), layer.parameters()) for y, layer in zip(outputs, (one, two), strict=True)
+    ]
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-6, atol=1e-6)
 
 
 def test_every_norm_is_compiled(traced, monkeypatch):
