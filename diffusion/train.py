@@ -69,6 +69,7 @@ from diffusion.models import fast
 from diffusion.models.architectures import ARCHITECTURES, build_vae, num_text_tokens, side_factor, with_seed
 from diffusion.models.autoencoder import initialise_logvar
 from diffusion.models.build import build_parts, load_weights
+from diffusion.models.fast.compilation import compile_text_encoder
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.lora import add_lora
 from diffusion.models.networks import cast_positions
@@ -280,6 +281,8 @@ def build_training_model(config: Config, device: Device, *, is_new: bool = True)
     model = LatentDiffusionTraining(**parts)
     model.num_slots = config.data.global_batch_size
     fast.apply(model.network, config.performance, device)
+    if config.performance.compile_text_encoder:
+        compile_text_encoder(model.text_encoder, model.network)
     if config.trainer.activation_checkpointing:
         model.network.enable_gradient_checkpointing()
         if config.trainer.parallelism is Parallelism.fsdp and config.trainer.precision in AUTOCAST_DTYPES:

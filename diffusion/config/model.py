@@ -442,6 +442,7 @@ class Compilation(str, Enum):
     auto = "auto"
     none = "none"
     blocks = "blocks"
+    stages = "stages"
     unet = "unet"
 
 
@@ -468,8 +469,12 @@ class PerformanceConfig:
     cross-attention. auto: torch chooses, on Hopper and Blackwell cuDNN where it supports the data."""
 
     compilation: Compilation = Compilation.auto
-    """Compile the U-Net for training: block by block (blocks), or as a whole (unet), which fuses more, but with fsdp
-    makes it one unit without overlap of communication and arithmetic. auto: blocks on a GPU, none on a CPU."""
+    """Compile the U-Net for training: block by block (blocks); its down, mid and up blocks (stages), with fewer calls
+    by the host; or as a whole (unet), which fuses more, but with fsdp makes it one unit without overlap of
+    communication and arithmetic. auto: blocks on a GPU, none on a CPU."""
+
+    compile_text_encoder: bool = False
+    """Compile the layers of the frozen text encoder for training, where captions are encoded in each step."""
 
     cuda_graphs: bool = False
     """Launch each compiled part as one CUDA graph, for small batches per GPU, at which the host is the limit. Needs

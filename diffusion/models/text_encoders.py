@@ -69,6 +69,7 @@ def read_language_model(folder: str) -> tuple[type[Any], Any]:
         if kind is None:
             raise ConfigurationError(f"{config.model_type} is no language model. {remedy}")
     config.is_encoder_decoder = False  # T5Gemma's encoder asks for it.
+    config.use_cache = False  # A decoder's layers would keep keys and values for tokens to come.
     return kind, config  # pyright: ignore[reportReturnType]
 
 

@@ -31,7 +31,7 @@ from diffusion.models.architectures import (
     text_shape,
 )
 from diffusion.models.autoencoder import PatchDiscriminator, build_perceptual
-from diffusion.models.fast.compilation import find_blocks
+from diffusion.models.fast.compilation import find_units
 from diffusion.models.lora import add_lora
 from diffusion.models.networks import Network, patch_size_of, text_width_of
 from diffusion.models.score_conditioning import build_score_embedding
@@ -233,7 +233,7 @@ def largest_unit(config: Config) -> int:
     """Trained parameters of the largest part of the network whose gradients FSDP2 reduces at once."""
     if config.task is not Task.diffusion or config.performance.compilation is Compilation.unet:
         return parameter_counts(config).trained
-    return _largest_unit(to_yaml(config.model))
+    return _largest_unit(to_yaml(config.model), config.performance.compilation)
 
 
 def meta_network(config: ModelConfig) -> Network:
@@ -321,11 +321,11 @@ def _meta_parts(config: ModelConfig) -> nn.ModuleList:
 
 
 @functools.cache
-def _largest_unit(model: str) -> int:
-    """Return the largest number of parameters of a block, of the rest of the network, or of the text adapter."""
+def _largest_unit(model: str, compilation: Compilation) -> int:
+    """Return the largest number of parameters of a unit, of the rest of the network, or of the text adapter."""
     config = parse_model(model)
     network, *adapter = _meta_parts(config)
-    sizes = [_num_trained(block.parameters()) for block in find_blocks(network)]
+    sizes = [_num_trained(unit.parameters()) for unit in find_units(network, compilation)]
     rest = _num_trained(network.parameters()) - sum(sizes)
     return max(*sizes, rest, *(_num_trained(part.parameters()) for part in adapter))
 

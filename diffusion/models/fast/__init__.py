@@ -8,7 +8,7 @@ from diffusion.config.training import Device
 from diffusion.errors import ConfigurationError
 from diffusion.models.fast.attention import set_attention
 from diffusion.models.fast.channels_last import keep_channels_last
-from diffusion.models.fast.compilation import compile_blocks, compile_modules, find_blocks, mark_steps
+from diffusion.models.fast.compilation import compile_modules, compile_units, find_units, mark_steps
 from diffusion.models.fast.geglu import split_geglu
 
 
@@ -42,6 +42,7 @@ def apply(network: nn.Module, config: PerformanceConfig, device: Device) -> None
     if compilation is Compilation.unet:
         compile_modules([network], cuda_graphs=config.cuda_graphs)
         return
-    network.fsdp_wrap_fn = set(find_blocks(network)).__contains__  # pyright: ignore[reportArgumentType]
-    if compilation is Compilation.blocks:
-        compile_blocks(network, cuda_graphs=config.cuda_graphs)
+    units = find_units(network, compilation)
+    network.fsdp_wrap_fn = set(units).__contains__  # pyright: ignore[reportArgumentType]
+    if compilation is not Compilation.none:
+        compile_units(network, units, cuda_graphs=config.cuda_graphs)

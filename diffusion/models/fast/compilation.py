@@ -1,4 +1,4 @@
-"""`torch.compile` of the network or of its blocks, in training only.
+"""`torch.compile` of the network or of its parts, and of the text encoder's layers, in training only.
 
 Sampling and evaluation have other shapes and run uncompiled. The forward function is compiled instead of the module's
 call, so that its hooks (FSDP2's) stay outside of the graph, which must not break. The classes of existing modules are
@@ -6,6 +6,7 @@ changed in place.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +14,11 @@ from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from diffusers.models.transformers.transformer_prx import PRXBlock, PRXTransformer2DModel
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from diffusion.config.model import Compilation
 from diffusion.models.fast.norms import FusedGroupNorm
 
 MAX_GRAPHS = 4096
@@ -27,7 +31,7 @@ of residuals would be recomputed there."""
 
 
 def find_blocks(network: nn.Module) -> list[nn.Module]:
-    """Units of compilation and of FSDP2: ResNet blocks, shallow transformers, and blocks of deep transformers."""
+    """ResNet blocks, shallow transformers, and blocks of deep transformers."""
     shallow = [
         module
         for module in network.modules()
@@ -38,27 +42,43 @@ def find_blocks(network: nn.Module) -> list[nn.Module]:
     return [module for module in network.modules() if isinstance(module, kinds) and module not in inside] + shallow
 
 
-def compile_blocks(network: nn.Module, *, cuda_graphs: bool = False) -> None:
-    """Compile the blocks, and each GroupNorm outside of them."""
-    blocks = find_blocks(network)
-    inside = {module for block in blocks for module in block.modules()}
+def find_units(network: nn.Module, compilation: Compilation) -> list[nn.Module]:
+    """Units of compilation and of FSDP2: with `stages` the down, mid and up blocks of a U-Net, otherwise its blocks."""
+    if compilation is Compilation.stages and isinstance(network, UNet2DConditionModel):
+        return [*network.down_blocks, network.mid_block, *network.up_blocks]
+    return find_blocks(network)
+
+
+def compile_units(network: nn.Module, units: list[nn.Module], *, cuda_graphs: bool = False) -> None:
+    """Compile these units, and each GroupNorm outside of them."""
+    inside = {module for unit in units for module in unit.modules()}
     norms = [module for module in network.modules() if isinstance(module, FusedGroupNorm) and module not in inside]
-    compile_modules([*blocks, *norms], cuda_graphs=cuda_graphs)
+    compile_modules([*units, *norms], cuda_graphs=cuda_graphs)
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return module.training and torch.is_grad_enabled()
 
 
 @functools.cache
 def _compiled(kind: type[nn.Module], cuda_graphs: bool) -> type[nn.Module]:
-    """Subclass with a forward pass that is compiled in training; it keeps the name, which diffusers stores."""
-    plain: Any = kind.forward
+    """Subclass with a forward pass that is compiled in training."""
     is_transformer = issubclass(kind, Transformer2DModel | BasicTransformerBlock | PRXBlock | PRXTransformer2DModel)
     options: dict[str, Any] = {} if is_transformer else dict(RECOMPUTE)
     if cuda_graphs:
         options["triton.cudagraphs"] = True  # As `mode="reduce-overhead"`, which cannot be combined with options.
-    compiled = torch.compile(plain, fullgraph=True, dynamic=False, options=options or None)
+    compiled = torch.compile(kind.forward, fullgraph=True, dynamic=False, options=options or None)
+    return _with_compiled(kind, compiled, _is_trained)
+
+
+def _with_compiled(
+    kind: type[nn.Module], compiled: Callable[..., Any], is_used: Callable[[nn.Module], bool]
+) -> type[nn.Module]:
+    """Subclass that calls a compiled forward pass where it is used; it keeps the name, which diffusers stores."""
+    plain: Any = kind.forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        is_training = self.training and torch.is_grad_enabled()
-        return (compiled if is_training else plain)(self, *args, **kwargs)
+        return (compiled if is_used(self) else plain)(self, *args, **kwargs)
 
     members = {"forward": forward, "__module__": kind.__module__}
     return type(kind.__name__, (kind,), members)  # pyright: ignore[reportReturnType]
@@ -69,11 +89,30 @@ def compile_modules(modules: list[nn.Module], *, cuda_graphs: bool = False) -> N
 
     CUDA graphs need `mark_steps`.
     """
+    _configure()
+    for module in modules:
+        module.__class__ = _compiled(type(module), cuda_graphs)
+
+
+def compile_text_encoder(text_encoder: nn.Module, network: nn.Module) -> None:
+    """Compile the layers of a frozen text encoder, in place, for batches that the network is trained with.
+
+    Layers with equal inputs share a graph.
+    """
+    _configure()
+    layers: list[nn.Module] = [one for one in text_encoder.modules() if isinstance(one, GradientCheckpointingLayer)]
+    kinds = {
+        kind: _with_compiled(kind, torch.compile(kind.forward, dynamic=False), lambda _: network.training)
+        for kind in {type(layer) for layer in layers}
+    }
+    for layer in layers:
+        layer.__class__ = kinds[type(layer)]
+
+
+def _configure() -> None:
     torch._dynamo.config.recompile_limit = MAX_GRAPHS
     torch._dynamo.config.accumulated_recompile_limit = MAX_GRAPHS
     torch._dynamo.config.optimize_ddp = False  # It would split blocks at the boundaries of DDP's buckets.
-    for module in modules:
-        module.__class__ = _compiled(type(module), cuda_graphs)
 
 
 def mark_steps(network: nn.Module) -> None:

@@ -31,6 +31,8 @@ OPTIONS = {
     "ddp": ["trainer.parallelism=ddp"],
     "plain": ["performance.compilation=none"],
     "blocks": ["performance.compilation=blocks"],
+    "stages": ["performance.compilation=stages"],
+    "text": ["performance.compile_text_encoder=true"],
     "whole": ["performance.compilation=unet"],
     "recompute": ["trainer.activation_checkpointing=true"],
     "muon": ["optimizer.name=muon"],
@@ -105,8 +107,10 @@ def loss_of(model: LatentDiffusion, number: int) -> Tensor:
     [
         "unet fsdp blocks recompute scores",
         "unet ddp whole recompute lora",
+        "unet ddp stages scores",
         "unet reshard plain recompute adapter muon",
         "xl fsdp blocks recompute lora",
+        "xl fsdp stages recompute text lora",
         "xl reshard plain recompute alignment scores muon",
         "transformer fsdp blocks recompute",
         "transformer ddp blocks recompute routing scores",
@@ -129,7 +133,7 @@ def test_a_step_has_the_loss_of_the_plain_network_and_reaches_all_weights(words,
     parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
     assert [name for name, one in parameters.items() if one.grad is None] == []
 
-    fast = {"fsdp", "reshard", "blocks", "whole", "recompute"}
+    fast = {"fsdp", "reshard", "blocks", "stages", "text", "whole", "recompute"}
     plain = build(configure([*(word for word in words if word not in fast), "ddp", "plain"], images))
     with torch.no_grad():
         torch.testing.assert_close(losses, [loss_of(plain, number) for number in range(2)], rtol=2e-2, atol=1e-3)

@@ -298,7 +298,7 @@ def num_graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("what", [Compilation.unet, Compilation.blocks])
+@pytest.mark.parametrize("what", [Compilation.unet, Compilation.stages, Compilation.blocks])
 def test_compiles_without_breaks_and_once(traced, process_group, what):
     plain = build(ONE_LEVEL, None)
     unet = shard(build(ONE_LEVEL, PerformanceConfig(compilation=what, attention=AttentionBackend.flash)))
