@@ -44,8 +44,8 @@ CALLS = {
 }
 """Waves of rows, by call."""
 
-WARM_UP, NUM_PROFILED = 2, 3
-"""Steps before the timed ones, and profiled after them."""
+TURN = ("ready", "go", "done")
+"""Files by which the process of a row and this one take turns."""
 
 
 def shape(name: str, device: str) -> dict[str, Any]:
@@ -125,6 +125,9 @@ def measure_wave(options: argparse.Namespace, names: list[str], deadline: float)
     for name, process in processes.items():
         if process.poll() is None:
             _turn(options, name, "go").touch()
+        while process.poll() is None and not _turn(options, name, "done").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+    for name, process in processes.items():
         try:
             code = process.wait(max(deadline - time.monotonic(), 20))
         except subprocess.TimeoutExpired:
@@ -136,7 +139,7 @@ def measure_wave(options: argparse.Namespace, names: list[str], deadline: float)
 
 def _start(options: argparse.Namespace, name: str, num_together: int) -> subprocess.Popen:
     """Start the process of a row, with its share of the cores for compilation."""
-    for word in ("ready", "go"):
+    for word in TURN:
         _turn(options, name, word).unlink(missing_ok=True)
     log = _log(options, name)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -162,7 +165,7 @@ def measure_row(options: argparse.Namespace) -> None:
     from benchmarks.probes import measure_probes
 
     device = torch.device(options.device)
-    turn = {word: str(_turn(options, options.row, word)) for word in ("ready", "go")}
+    turn = {word: str(_turn(options, options.row, word)) for word in TURN}
     parameters = {} if options.row == PROBES else shape(options.row, options.device)
     row = Row(name=_labelled(options.row, options), measure=dict, parameters=parameters)
     start = time.time()
@@ -171,7 +174,7 @@ def measure_row(options: argparse.Namespace) -> None:
             result = measure_probes(device)
         else:
             num_steps = 20 if parameters["resolution"] >= 512 else 30
-            result = steps.measure_turn(device, num_steps=num_steps, **turn, **parameters)
+            result = steps.measure_turn(device, turn=turn, num_steps=num_steps, **parameters)
     except Exception as error:
         write(options.out / "rows.jsonl", row, describe_machine(device), error=f"{type(error).__name__}: {error}"[:500])
         raise

@@ -82,7 +82,9 @@ def _random_captions(spec: ArchitectureSpec, num_chunks: int, generator: torch.G
     length = torch.randint(1, num_chunks * (size - 2) + 1, (NUM_DIFFERENT, 1, 1), generator=generator)
     first = torch.arange(num_chunks)[:, None] * (size - 2)
     position = torch.arange(size) - 1
-    ids[(position >= size - 2) | (first + position >= length)] = end
+    is_end = (position >= size - 2) | (first + position >= length)
+    ids[is_end] = end
+    ids[is_end & is_end.roll(1, dims=-1)] = 0  # CLIP's padding
     ids[..., 0] = start
     return ids.flatten(1)
 
@@ -249,6 +251,7 @@ class Turn(Callback):
     Args:
         ready: File that is written after the first steps.
         go: File to wait for then.
+        done: File that is written when the device is no longer used.
         warm_up: Steps between the wait and the first block.
         num_steps: To be timed.
         block: Steps of a block.
@@ -257,8 +260,10 @@ class Turn(Callback):
 
     FIRST = 2
 
-    def __init__(self, *, ready: str, go: str, warm_up: int, num_steps: int, block: int, num_profiled: int) -> None:
-        self.ready, self.go = Path(ready), Path(go)
+    def __init__(
+        self, *, ready: str, go: str, done: str, warm_up: int, num_steps: int, block: int, num_profiled: int
+    ) -> None:
+        self.ready, self.go, self.done = Path(ready), Path(go), Path(done)
         self.begin = self.FIRST + warm_up
         self.end, self.block, self.num_profiled = self.begin + num_steps, block, num_profiled
         self.start, self.times = time.perf_counter(), []
@@ -288,6 +293,7 @@ class Turn(Callback):
             self.profiler.start()
         if step == self.end + self.num_profiled:
             synchronize(device)
+            self.done.touch()
             self.profiler.stop()
 
     def result(self) -> dict[str, Any]:
@@ -315,8 +321,9 @@ def kernels_by_class(events: Sequence[dict[str, Any]], num_steps: int) -> dict[s
     """Sum up the kernels of a trace of some steps.
 
     Returns:
-        Per step: `busy_ms` (any kernel runs), `num_kernels`, `num_launches` by the host; `classes`: milliseconds and
-        kernels of each class; `kernels`: name, kernels and milliseconds of the longest 40 kinds.
+        Per step: `busy_ms` (any kernel runs), `num_kernels`; `classes`: milliseconds and
+        kernels of each class; `kernels`: the same of the longest 40 names; `host`: milliseconds and number of the
+        calls of CUDA by the host, by name.
     """
     kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     classes: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -332,13 +339,17 @@ def kernels_by_class(events: Sequence[dict[str, Any]], num_steps: int) -> dict[s
         until = event["ts"] + event["dur"]
         busy += max(until - max(event["ts"], end), 0.0)
         end = max(end, until)
+    calls: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for event in events:
+        if event.get("cat") in ("cuda_runtime", "cuda_driver"):
+            calls[event["name"]][0] += event["dur"] / 1000 / num_steps
+            calls[event["name"]][1] += 1 / num_steps
     longest = sorted(names.items(), key=lambda item: -item[1][0])[:40]
     return {
         "busy_ms": busy / 1000 / num_steps,
         "num_kernels": len(kernels) / num_steps,
-        "num_launches": sum("Launch" in event["name"] for event in events if event.get("cat") == "cuda_runtime")
-        / num_steps,
         "classes": dict(classes),
+        "host": {name: list(sums) for name, sums in calls.items() if sums[0] > 0.05},
         "kernels": [[name, *sums] for name, sums in longest],
     }
 

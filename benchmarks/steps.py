@@ -49,10 +49,10 @@ def measure_trainer(device: torch.device, *, num_blocks: int, block: int, **run:
     return _speed(run_config(**run), found["seconds"][1:])
 
 
-def measure_turn(device: torch.device, *, ready: str, go: str, num_steps: int, **run: Any) -> dict[str, Any]:
-    """Time the Trainer's steps alone on the GPU, and profile three; as `_speed` and `Turn.result`."""
-    arguments = {"ready": ready, "go": go, "warm_up": 2, "num_steps": num_steps, "block": 5, "num_profiled": 3}
-    found = run_trainer("Turn", arguments, num_steps=Turn.FIRST + 2 + num_steps + 3, **run)
+def measure_turn(device: torch.device, *, turn: dict[str, str], num_steps: int, **run: Any) -> dict[str, Any]:
+    """Time the Trainer's steps alone on the GPU, and profile the last one; as `_speed` and `Turn.result`."""
+    arguments = {**turn, "warm_up": 2, "num_steps": num_steps, "block": 5, "num_profiled": 1}
+    found = run_trainer("Turn", arguments, num_steps=Turn.FIRST + 2 + num_steps + 1, **run)
     del found["stall_seconds"]
     found |= _speed(run_config(**run), found["seconds"])
     if device.type == "cuda":

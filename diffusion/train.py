@@ -392,7 +392,9 @@ def _plugin_loader(config: Config) -> DataLoader:
     is_shuffled = data.shuffle is not Shuffling.none
     sampler = dist.get_sampler(dataset, shuffle=is_shuffled, drop_last=True, seed=config.seed)
     rank_batch_size = data.global_batch_size // dist.get_world_size()
-    return DataLoader(dataset, rank_batch_size, sampler=sampler, num_workers=data.num_workers, drop_last=True)
+    # A copy from memory that is not pinned makes the host wait for all work on the device.
+    options: dict[str, Any] = {"num_workers": data.num_workers, "pin_memory": torch.cuda.is_available()}
+    return DataLoader(dataset, rank_batch_size, sampler=sampler, drop_last=True, **options)
 
 
 def build_evaluator(config: Config, model: ComposerModel, files: Files | None = None) -> Evaluator | None:
