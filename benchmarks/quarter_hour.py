@@ -30,16 +30,22 @@ MODERN = [
 ]
 """`yamls/modern_256.yaml` beside SD2's recipe."""
 
-PROBES = "probes"
+OPTIONS = {
+    "ddp": "trainer.parallelism=ddp",
+    "log_late": "performance.log_late=true",
+    "stages": "performance.compilation=stages",
+    "stored text": "plugins.train_dataset.arguments.stores_text=true",
+}
+"""Short names of overrides in names of rows; others stand there as they are."""
+
+RATES = "rates"
 CALLS = {
     "first": [
-        [PROBES],
-        ["trainer/512/64", "trainer/256/128"],
-        ["trainer/512/128/2 microbatches", "trainer/256/128/stored text"],
+        [RATES],
+        ["trainer/512/64/log_late", "trainer/256/128/log_late", "trainer/256/16/ddp"],
     ],
     "second": [
-        ["trainer/512/64", "trainer/256/128", "trainer/256/16"],
-        ["trainer/256/256/stored text", "trainer/256/32/modern"],
+        ["trainer/512/64/log_late/stages", "trainer/256/16/log_late", "trainer/256/32/modern"],
     ],
 }
 """Waves of rows, by call."""
@@ -66,14 +72,8 @@ def shape(name: str, device: str) -> dict[str, Any]:
         if option == "modern":
             architecture = "transformer_l" if is_gpu else "tiny_transformer"
             overrides += MODERN
-        elif option == "adamw":
-            overrides.append("optimizer={name: adamw}")
-        elif option == "stored text":
-            overrides.append("plugins.train_dataset.arguments.stores_text=true")
-        elif option.endswith(" microbatches"):
-            overrides.append(f"trainer.device_train_microbatch_size={batch_size // int(option.split()[0])}")
-        elif "=" in option:
-            overrides.append(option)
+        else:
+            overrides.append(OPTIONS.get(option, option))
     return {
         "architecture": architecture,
         "resolution": resolution,
@@ -161,17 +161,17 @@ def measure_row(options: argparse.Namespace) -> None:
     import torch
 
     from benchmarks import steps
-    from benchmarks.plan import describe_machine
-    from benchmarks.probes import measure_probes
+    from benchmarks.parts import describe_machine
+    from benchmarks.rates import measure_rates
 
     device = torch.device(options.device)
     turn = {word: str(_turn(options, options.row, word)) for word in TURN}
-    parameters = {} if options.row == PROBES else shape(options.row, options.device)
+    parameters = {} if options.row == RATES else shape(options.row, options.device)
     row = Row(name=_labelled(options.row, options), measure=dict, parameters=parameters)
     start = time.time()
     try:
-        if options.row == PROBES:
-            result = measure_probes(device)
+        if options.row == RATES:
+            result = measure_rates(device)
         else:
             num_steps = 20 if parameters["resolution"] >= 512 else 30
             result = steps.measure_turn(device, turn=turn, num_steps=num_steps, **parameters)

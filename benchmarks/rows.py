@@ -18,9 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MIN_TIMEOUT = 240
-"""Seconds that a row has at least before its process is ended."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -34,10 +31,6 @@ class Row:
 
     parameters: dict[str, Any] = field(default_factory=dict)
     """Equal to itself after json. A row that is there with other parameters is measured again."""
-
-    seconds: float = 30.0
-    """Expected duration. A row that would end after the deadline is left for the next call; one that takes three times
-    as long (and at least `MIN_TIMEOUT`) is ended."""
 
 
 def read_rows(path: Path) -> dict[str, dict[str, Any]]:
@@ -62,42 +55,29 @@ def chosen(rows: Iterable[Row], patterns: Sequence[str]) -> list[Row]:
     return [row for row in rows if not patterns or any(fnmatch.fnmatch(row.name, pattern) for pattern in patterns)]
 
 
-def run_rows(rows: Iterable[Row], machine: dict[str, Any], path: Path, deadline: float) -> None:
+def run_rows(rows: Iterable[Row], machine: dict[str, Any], path: Path) -> None:
     """Measure the rows that a file lacks, in processes that are forked from this one, which must not have used CUDA.
 
     Args:
         rows: In their order.
         machine: Description that each line carries.
         path: File of rows, created or continued.
-        deadline: Of `time.monotonic`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    postponed = []
     for row in rows:
         found = read_rows(path).get(row.name)
-        if found is not None and found["parameters"] == row.parameters:
-            continue
-        if time.monotonic() + row.seconds > deadline or not _run_forked(row, machine, path, deadline):
-            postponed.append(row.name)
-    if postponed:
-        print(f"no time for {', '.join(postponed)}: the same command continues", flush=True)
+        if found is None or found["parameters"] != row.parameters:
+            _run_forked(row, machine, path)
 
 
-def _run_forked(row: Row, machine: dict[str, Any], path: Path, deadline: float) -> bool:
-    """Measure a row in a process; return whether it has a result or an error before the deadline."""
-    size, timeout = path.stat().st_size if path.exists() else 0, max(MIN_TIMEOUT, 3 * row.seconds)
+def _run_forked(row: Row, machine: dict[str, Any], path: Path) -> None:
+    """Measure a row in a process."""
+    size = path.stat().st_size if path.exists() else 0
     process = multiprocessing.get_context("fork").Process(target=_attempt, args=(row, machine, path))
     process.start()
-    process.join(max(0.0, min(timeout, deadline - time.monotonic())))
-    if process.is_alive():
-        process.kill()
-        process.join()
-        if time.monotonic() >= deadline:
-            return False
-        write(path, row, machine, error=f"still running after {timeout:.0f} s")
-    elif not path.exists() or path.stat().st_size == size:
+    process.join()
+    if not path.exists() or path.stat().st_size == size:
         write(path, row, machine, error=f"the process ended with exit code {process.exitcode}")
-    return True
 
 
 def _attempt(row: Row, machine: dict[str, Any], path: Path) -> None:

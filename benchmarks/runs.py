@@ -1,36 +1,32 @@
-"""Training steps on latents in memory: a plain loop, the Trainer, and the callbacks that measure it."""
+"""Training steps on latents in memory: runs of the Trainer, and the callbacks that measure it."""
 
 import contextlib
 import json
 import re
 import tempfile
 import time
-import traceback
-import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from composer import Callback, Event, Logger, State, Trainer
+from composer import Callback, Event, Logger, State
 from composer.models import ComposerModel
 from composer.utils import dist
 from torch import Tensor
-from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
 from diffusion.config.loading import load_config
 from diffusion.config.model import Architecture
 from diffusion.config.schema import Config
-from diffusion.config.training import Device, Precision
+from diffusion.config.training import Device
 from diffusion.datasets.batch import BatchKey
-from diffusion.formats.run_folder import STALL, read_metrics
 from diffusion.models.architectures import ARCHITECTURES, ArchitectureSpec
 from diffusion.operations.checks.nodes import synchronize
-from diffusion.train import build_training_model, prepare_frozen, train
+from diffusion.train import build_training_model, train
 
 YAML = Path(__file__).with_name("run.yaml")
 NUM_DIFFERENT = 64
@@ -82,7 +78,7 @@ def _random_captions(spec: ArchitectureSpec, num_chunks: int, generator: torch.G
     length = torch.randint(1, num_chunks * (size - 2) + 1, (NUM_DIFFERENT, 1, 1), generator=generator)
     first = torch.arange(num_chunks)[:, None] * (size - 2)
     position = torch.arange(size) - 1
-    is_end = (position >= size - 2) | (first + position >= length)
+    is_end = (position >= 0) & ((position >= size - 2) | (first + position >= length))
     ids[is_end] = end
     ids[is_end & is_end.roll(1, dims=-1)] = 0  # CLIP's padding
     ids[..., 0] = start
@@ -132,53 +128,6 @@ def build_on_device(config: Config, device: Device) -> ComposerModel:
         return build_training_model(config, device)
 
 
-class PlainLoop:
-    """A training loop without Composer: forward pass, loss, backward pass and AdamW of the project's model.
-
-    Args:
-        config: Of the run; `trainer.device_train_microbatch_size` splits its batches.
-        device: Of training.
-    """
-
-    def __init__(self, config: Config, device: torch.device) -> None:
-        kind = Device.gpu if device.type == "cuda" else Device.cpu
-        self.model: Any = build_on_device(config, kind).to(device).train()
-        prepare_frozen(config, self.model, kind)
-        torch.backends.cudnn.benchmark = config.performance.cudnn_benchmark
-        settings, parameters = config.optimizer, self.model.parameters()
-        self.optimizer = torch.optim.AdamW(parameters, lr=settings.lr, weight_decay=settings.weight_decay, fused=True)
-        self.autocast = torch.autocast(
-            device.type, torch.bfloat16, enabled=config.trainer.precision is not Precision.fp32
-        )
-        data = ResidentLatents(config.model.architecture.value, config.data.resolution)
-        samples = default_collate([data[i] for i in range(NUM_DIFFERENT)])
-        self.samples = {key: value.to(device) for key, value in samples.items()}
-        self.device, self.num_steps = device, 0
-        self.batch_size = config.data.global_batch_size
-        self.microbatch_size = config.trainer.device_train_microbatch_size or self.batch_size
-
-    def __call__(self) -> Tensor:
-        """Make a step on the next batch; return its loss, float32 []."""
-        first, losses = self.num_steps * self.batch_size, []
-        for start in range(first, first + self.batch_size, self.microbatch_size):
-            batch = self._microbatch(start)
-            with self.autocast:
-                outputs = self.model(batch)
-            loss = self.model.loss(outputs, batch) * (self.microbatch_size / self.batch_size)
-            loss.backward()
-            losses.append(loss.detach())
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.num_steps += 1
-        return torch.stack(losses).sum()
-
-    def _microbatch(self, start: int) -> dict[str, Tensor]:
-        sample = torch.arange(start, start + self.microbatch_size, device=self.device)
-        batch = {key: value[sample % NUM_DIFFERENT] for key, value in self.samples.items()}
-        step = torch.full_like(sample, self.num_steps)
-        return batch | {BatchKey.SAMPLE.value: sample, BatchKey.STEP.value: step}
-
-
 def run_trainer(callback: str, arguments: dict[str, Any], **run: Any) -> dict[str, Any]:
     """Train, and measure with a callback of this file.
 
@@ -188,24 +137,13 @@ def run_trainer(callback: str, arguments: dict[str, Any], **run: Any) -> dict[st
         run: Of `run_config`.
 
     Returns:
-        The callback's `result()`, and `stall_seconds`: how long each checkpoint stopped training.
+        The callback's `result()`.
     """
     with shared_folder() as folder:
         config = run_config(**run, folder=folder, callback=callback, arguments=arguments)
         trainer = train(config, build_on_device)
         [measured] = [each for each in trainer.state.callbacks if type(each).__name__ == callback]
-        stalls = [row[STALL] for row in read_metrics(folder / "run" / "metrics.jsonl") if STALL in row]
-        return {**measured.result(), "stall_seconds": stalls}  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def train_deterministically(lengths: Sequence[int], **run: Any) -> Trainer:
-    """Train in so many starts, each up to a step, with a checkpoint every second step; return the last Trainer."""
-    with tempfile.TemporaryDirectory() as folder:
-        for length in lengths:
-            settings = [*run["overrides"], "trainer.deterministic=true", "trainer.save_interval=2ba"]
-            config = run_config(**{**run, "overrides": settings}, num_steps=length, folder=Path(folder))
-            trainer = train(config, build_on_device)
-        return trainer
+        return measured.result()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextlib.contextmanager
@@ -267,7 +205,7 @@ class Turn(Callback):
         self.begin = self.FIRST + warm_up
         self.end, self.block, self.num_profiled = self.begin + num_steps, block, num_profiled
         self.start, self.times = time.perf_counter(), []
-        self.first: dict[str, Any] = {}
+        self.first_seconds = 0.0
         kind = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
         self.profiler = profile(activities=[kind])
 
@@ -276,11 +214,7 @@ class Turn(Callback):
         step, device = state.timestamp.batch.value, _device(state)
         if step == self.FIRST:
             synchronize(device)
-            caches = {"graphs": counters["inductor"], "autograd": counters["aot_autograd"]}
-            self.first = {
-                "first_seconds": time.perf_counter() - self.start,
-                **{f"{name}_{key}": each[key] for name, each in caches.items() for key in each if "cache_" in key},
-            }
+            self.first_seconds = time.perf_counter() - self.start
             if device.type == "cuda":
                 torch.cuda.empty_cache()
             self.ready.touch()
@@ -297,12 +231,12 @@ class Turn(Callback):
             self.profiler.stop()
 
     def result(self) -> dict[str, Any]:
-        """`seconds` per step of each block; `first_seconds` and hits of caches; `kernels` (see `kernels_by_class`)."""
+        """`seconds` per step of each block; `first_seconds` until it was ready; `kernels` (see `kernels_by_class`)."""
         with tempfile.TemporaryDirectory() as folder:
             self.profiler.export_chrome_trace(f"{folder}/trace.json")
             events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
         seconds = [(after - before) / self.block for before, after in pairwise(self.times)]
-        return {"seconds": seconds, **self.first, **kernels_by_class(events, self.num_profiled)}
+        return {"seconds": seconds, "first_seconds": self.first_seconds, **kernels_by_class(events, self.num_profiled)}
 
 
 CLASSES = {
@@ -390,46 +324,6 @@ class PartClock(Callback):
         """`parts`: seconds of each in a step; `num_steps`."""
         parts = {name: self.seconds[name] / max(self.num_steps, 1) for name in (*PARTS.values(), "callbacks")}
         return {"parts": parts, "num_steps": self.num_steps}
-
-
-class SynchronisationWatch(Callback):
-    """Counts the calls in steps 3 and 4 that stop the host until the device is done, by their lines of code."""
-
-    def __init__(self) -> None:
-        self.calls: Counter[str] = Counter()
-        self.watching = contextlib.ExitStack()
-
-    def batch_start(self, state: State, logger: Logger) -> None:
-        """Begin or end to watch."""
-        step = state.timestamp.batch.value
-        if step == 3:
-            self.watch(_device(state))
-        elif step == 5:
-            self.watching.close()
-
-    def watch(self, device: torch.device) -> None:
-        """Record each warning until the watch is closed, with the innermost line of code outside of torch."""
-        self.watching.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("always")
-        warnings.showwarning = self._record
-        if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("warn")
-            self.watching.callback(torch.cuda.set_sync_debug_mode, "default")
-
-    def result(self) -> dict[str, Any]:
-        """`num_warnings`, and `lines` of code with their numbers."""
-        self.watching.close()
-        return {"num_warnings": self.calls.total(), "lines": dict(self.calls.most_common())}
-
-    def _record(self, message: Warning | str, *rest: Any) -> None:
-        if "called a synchronizing" not in str(message):
-            return
-        stack = [frame for frame in traceback.extract_stack() if not _INNER.search(frame.filename)]
-        line = stack[-1] if stack else traceback.extract_stack()[0]
-        self.calls[f"{'/'.join(Path(line.filename).parts[-3:])}:{line.lineno} {line.name}"] += 1
-
-
-_INNER = re.compile(r"/torch/|/warnings\.py$|/benchmarks/runs\.py$")
 
 
 def _device(state: State) -> torch.device:

@@ -15,9 +15,9 @@ MLPERF_IMAGES_PER_SECOND = 149.5
 """Of one H200 at 512 px, text and latents computed beforehand: the best of MLPerf Training 5.0."""
 
 ADDED = ("peak_bytes", "reserved_bytes", "tf32_at_the_end")
-"""What `benchmarks/plan.py` adds to each row."""
+"""Entries of a row that its table leaves out."""
 
-NOT_MEASURED = "Not measured on a GPU yet: `python -m benchmarks plan --out runs/benchmark` takes about an hour."
+NOT_MEASURED = "Not measured on a GPU yet: `python -m benchmarks.quarter_hour first --out runs/benchmark`."
 
 
 def write_tables(files: Sequence[Path], pages: Sequence[Path]) -> None:
@@ -32,7 +32,7 @@ def write_tables(files: Sequence[Path], pages: Sequence[Path]) -> None:
     """
     for file in files:
         if not file.is_file():
-            raise ConfigurationError(f"{file} does not exist: give what `python -m benchmarks plan --out FOLDER` wrote")
+            raise ConfigurationError(f"{file} does not exist: give FOLDER/rows.jsonl of a benchmark with --out FOLDER")
     lines = [line for file in files for line in read_rows(file).values()]
     for page in pages:
         page.write_text(fill(page.read_text(encoding="utf-8"), lines), encoding="utf-8")
@@ -59,8 +59,9 @@ def _all(lines: list[Line]) -> list[str]:
     if parts := [line for line in _of_kind(lines, "parts") if "result" in line]:
         rows = [[line["name"], *(f"{1000 * each:,.1f}" for each in line["result"]["parts"].values())] for line in parts]
         texts.append(markdown_table(["ms of the Trainer's step", *parts[0]["result"]["parts"]], rows))
-    texts += _losses(_of_kind(lines, "losses"))
-    shown = {id(line) for line in _of_kind(lines, "step", "trainer", "parts", "losses")}
+    if profiled := [line for line in _of_kind(lines, "trainer") if "classes" in line.get("result", {})]:
+        texts.append(_classes(profiled))
+    shown = {id(line) for line in _of_kind(lines, "step", "trainer", "parts")}
     others = [list(format_line(_brief(line)).partition(": ")[::2]) for line in lines if id(line) not in shown]
     return [*texts, markdown_table(["row", "found"], others)] if others else texts
 
@@ -109,20 +110,16 @@ def _speed(line: Line, rates: dict[str, Any]) -> list[str]:
     ]
 
 
-def _losses(lines: list[Line]) -> list[str]:
-    """The table of losses beside stock fp32; none without that."""
-    reference = next((line["result"]["losses"] for line in lines if line["name"].endswith("/fp32 stock")), None)
-    if reference is None:
-        return []
+def _classes(lines: list[Line]) -> str:
+    """What the GPU does in a step, by classes of kernels."""
+    names = list(dict.fromkeys(name for line in lines for name in line["result"]["classes"]))
     rows = []
     for line in lines:
-        cells = [_error(line), ""]
-        if "result" in line:
-            pairs = zip(line["result"]["losses"], reference, strict=True)
-            differences = [abs(found - expected) / abs(expected) for found, expected in pairs]
-            cells = [f"{max(differences):.1e}", f"{differences[-1]:.1e}"]
-        rows.append([line["name"], *cells])
-    return [markdown_table(["loss beside stock fp32 without TF32", "largest relative difference", "at the end"], rows)]
+        found = line["result"]
+        milliseconds = (found["classes"].get(name, [0.0])[0] for name in names)
+        cells = (1000 * found["seconds"], found["busy_ms"], *milliseconds)
+        rows.append([line["name"], *(f"{cell:,.1f}" for cell in cells), f"{found['num_kernels']:,.0f}"])
+    return markdown_table(["ms of the Trainer's step", "step", "GPU is busy", *names, "kernels"], rows)
 
 
 def _of_kind(lines: list[Line], *kinds: str) -> list[Line]:

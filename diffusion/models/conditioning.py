@@ -260,7 +260,7 @@ class Conditioner:
         is_used[:, 1:] &= ~is_end[:, 1:, 1:2]
         return is_used.flatten(1)
 
-    def _stored_text(self, batch: dict[str, Tensor], token_ids: Tensor) -> TextEncoding:
+    def _stored_text(self, batch: Mapping[str, Any], token_ids: Tensor) -> TextEncoding:
         """Stored encoding of captions, replaced by that of the empty caption where captions were dropped."""
         is_empty = (token_ids == self._empty_ids(token_ids.device)).all(dim=1)
         empty = self._encoded_empty(token_ids, is_half=True)

@@ -2,13 +2,11 @@
 
 import os
 import signal
-import time
 from functools import partial
 
 import pytest
 import torch
 
-from benchmarks import rows as benchmark_rows
 from benchmarks.rows import Row, append, chosen, read_rows, run_rows
 
 MACHINE = {"device": "none", "type": "cpu"}
@@ -34,15 +32,15 @@ def kill():
 def run(tmp_path):
     """Run named rows; returns the finished rows, and names and processes of all attempts."""
 
-    def run(deadline=60.0, **actions):
+    def run(**actions):
         log, path = tmp_path / "log", tmp_path / "out" / "rows.jsonl"
         log.write_text("")
         made = []
         for name, options in actions.items():
             options = dict(options or {})
             action = partial(measure, log, name, options.pop("then", None))
-            made.append(Row(name=name, measure=action, **{"seconds": 0, **options}))
-        run_rows(made, MACHINE, path, time.monotonic() + deadline)
+            made.append(Row(name=name, measure=action))
+        run_rows(made, MACHINE, path)
         return read_rows(path), [tuple(line.split()) for line in log.read_text().splitlines()]
 
     return run
@@ -61,28 +59,11 @@ def test_rows_that_fail_are_written_and_the_rest_runs_in_other_processes(run):
     assert again == found
 
 
-def test_a_hanging_row_is_ended(run, monkeypatch):
-    monkeypatch.setattr(benchmark_rows, "MIN_TIMEOUT", 5)
-    actions = {"hanging": {"then": partial(time.sleep, 600)}, "last": {"seconds": 100}}
-    found, attempts = run(deadline=600.0, **actions)
-    assert [name for name, _ in attempts] == ["hanging", "last"]
-    assert "error" in found["hanging"]
-
-
-def test_a_call_ends_before_its_limit_and_the_next_one_goes_on(run):
-    start = time.monotonic()
-    found, attempts = run(deadline=3.0, long={"seconds": 30}, slow={"then": partial(time.sleep, 600)}, late=None)
-    assert time.monotonic() - start < 100
-    assert (list(found), [name for name, _ in attempts]) == ([], ["slow"])
-    found, attempts = run(long={"seconds": 30}, slow=None, late=None)
-    assert list(found) == [name for name, _ in attempts] == ["long", "slow", "late"]
-
-
 def test_other_parameters_are_another_measurement(tmp_path):
     path = tmp_path / "rows.jsonl"
     for size, num_results in ((1, 1), (1, 1), (2, 2)):
-        row = Row(name="row", measure=lambda size: {"size": size}, parameters={"size": size}, seconds=0)
-        run_rows([row], MACHINE, path, time.monotonic() + 60)
+        row = Row(name="row", measure=lambda size: {"size": size}, parameters={"size": size})
+        run_rows([row], MACHINE, path)
         assert read_rows(path)["row"]["result"] == {"size": size}
         assert len(path.read_text().splitlines()) == num_results
 

@@ -15,7 +15,7 @@ REPEATS = 10
 """Calls between two waits for the device."""
 
 
-def measure_probes(device: torch.device) -> dict[str, Any]:
+def measure_rates(device: torch.device) -> dict[str, Any]:
     """Time a matrix product, a copy, and masked attention at a transformer's shape.
 
     Returns:
