@@ -330,6 +330,12 @@ GPU_LINK = 200e9
 
 GPU_MEMORY_BANDWIDTH = 1.5e12
 
+IDLE = 0.2
+"""Idle share of a GPU from which on the host is the limit of a measured step."""
+
+DDP = "trainer.parallelism=ddp"
+"""Override of measured runs without FSDP2, which takes the host's time."""
+
 PUBLISHED_NETWORK = 37.4e9
 """Bytes per second of a node's network, fitted to one entry of the published table (256 px on 128 A100); 75 % of a
 400 Gbit/s network."""
@@ -343,6 +349,7 @@ def predict_images_per_second(
     global_batch_size: int,
     network: float = PUBLISHED_NETWORK,
     reduce_bytes: int = 4,
+    host_seconds: float = 0.0,
 ) -> float:
     """Throughput of a fleet with SHARD_GRAD_OP and `performance.accumulate_locally`.
 
@@ -357,8 +364,9 @@ def predict_images_per_second(
         global_batch_size: images per step.
         network: bytes per second of a node's network, in each direction.
         reduce_bytes: bytes per gradient on the network: 4 in fp32, 2 with `trainer.reduce_precision` bf16.
+        host_seconds: time in which the host queues a step, however few images it has.
     """
-    computing = global_batch_size / num_gpus / images_per_gpu_second
+    computing = max(global_batch_size / num_gpus / images_per_gpu_second, host_seconds)
     moved = num_parameters * (GATHER_BYTES + reduce_bytes) * (num_gpus - 1) / num_gpus
     communicating = moved / (GPU_LINK if num_gpus <= GPUS_PER_NODE else network)
     exposed = max(0.0, communicating - BACKWARD_SHARE * computing)
@@ -418,6 +426,9 @@ def fleets_from_benchmark(
             if line.get("kind") == "trainer" and line.get("result", {}).get("num_gpus") == 1
         ]
         best = {row["resolution"]: row for row in sorted(rows, key=lambda row: row["images_per_second"])}
+        waiting = [
+            row["seconds"] for row in rows if row.get("idle", 0.0) > IDLE and DDP not in row.get("overrides", ())
+        ]
         machine, architecture = rows[0]["machine"], Architecture(rows[0]["architecture"])
         deviation = max(row["deviation"] for row in best.values())
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
@@ -435,6 +446,7 @@ def fleets_from_benchmark(
                     num_parameters=num_parameters,
                     global_batch_size=global_batch_size,
                     network=network,
+                    host_seconds=min(waiting, default=0.0),
                 )
                 for side, row in best.items()
             },

@@ -239,6 +239,15 @@ def test_fleets_from_files(tmp_path):
         fleets_from_benchmark(path, [1], **options)
 
 
+def test_a_step_is_not_shorter_than_the_host_needs():
+    """Rows of 2026-11-27: at 256 px the host needed 0.289 s for a step, which is the time of 128 images."""
+    path = ROOT / "benchmarks" / "2026-11-27-H200.jsonl"
+    few, many = fleets_from_benchmark(path, [8, 128], network=PUBLISHED_NETWORK, **SD2)
+    assert many.images_per_second[256] == pytest.approx(2048 / 0.289, rel=0.02)
+    assert many.images_per_second[512] == pytest.approx(2048 / 0.289, rel=0.02)
+    assert few.images_per_second[512] == pytest.approx(8 * 157, rel=0.02)
+
+
 def test_the_mean_duration_is_that_of_simulated_runs():
     failures = Failures(gpu_hours_between=20_000 / 3600, restart_seconds=300, save_seconds=60)
     work, interval, generator = 100_000.0, 2_000.0, np.random.default_rng(0)
