@@ -38,7 +38,7 @@ def part_rows(
     if name == "step":
         is_gpu = device.type == "cuda"
         precision = "trainer.precision=" + ("amp_bf16" if is_gpu else "fp32")
-        run = {"architecture": "stable_diffusion_2" if is_gpu else "tiny"}
+        run: dict[str, Any] = {"architecture": "stable_diffusion_2" if is_gpu else "tiny"}
         run["overrides"] = [f"trainer.device={'gpu' if is_gpu else 'cpu'}", precision, *overrides]
         blocks = {"num_blocks": 2 if quick else 10, "block": 5 if is_gpu and not quick else 1}
         rows = []
