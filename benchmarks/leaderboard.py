@@ -17,25 +17,19 @@ import shlex
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from composer import Callback, Logger, State
-
 if __name__ == "__main__":  # As a file, for the imports of this repository.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from demo.score import rates
 from demo.steps import COMPOSER, QUICK, ROOT, Steps
 from diffusion.config.loading import load
 from diffusion.config.schema import Config
 from diffusion.errors import UserError
 from diffusion.evaluation.shapes import caption, task
-from diffusion.files import write_json
 from diffusion.launch import CommandParser, run_command
-from diffusion.reports.figures import COLOURS, DARK, save_png, subplots
 from diffusion.reports.tables import markdown_table
 
 ROWS = ROOT / "docs" / "leaderboard.jsonl"
@@ -65,46 +59,6 @@ COLUMNS = {
     "group": ("count", "colour", "shape", "position"),
 }
 """Numbers of each kind of scene that the table shows."""
-
-
-class Meter(Callback):
-    """Writes the cost of a training process: steps, CPU-seconds and FLOPs; and CPU-seconds at some steps.
-
-    Args:
-        path: the file, JSON.
-        calibration: two steps between which the cost of a step is measured.
-    """
-
-    def __init__(self, path: str, calibration: Sequence[int] = CALIBRATION) -> None:
-        self.path, self.calibration, self.began, self.flops = Path(path), calibration, 0.0, 0.0
-        self.times: dict[int, float] = {}
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        """Start the clock."""
-        self.began = time.process_time()
-
-    def after_dataloader(self, state: State, logger: Logger) -> None:
-        """Count the arithmetic of a batch."""
-        self.flops += state.model.batch_flops(state.batch)  # pyright: ignore[reportCallIssue]
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        """Note the time of two steps."""
-        step = state.timestamp.batch.value
-        if step in self.calibration:
-            self.times[step] = time.process_time()
-
-    def fit_end(self, state: State, logger: Logger) -> None:
-        """Write."""
-        cost = {
-            "steps": state.timestamp.batch.value,
-            "cpu_seconds": time.process_time() - self.began,
-            "flops": self.flops,
-            "parameters": sum(one.numel() for one in state.model.parameters() if one.requires_grad),
-        }
-        if len(self.times) == 2:
-            (first, began), (last, ended) = self.times.items()
-            cost["cpu_seconds_per_step"] = (ended - began) / (last - first)
-        write_json(self.path, cost)
 
 
 class Task(Steps):
@@ -150,7 +104,7 @@ class Task(Steps):
         return vae, latents
 
     def train(self, yaml: str, overrides: Sequence[str], folder: Path, steps: int, seed: int) -> dict[str, Any]:
-        """Train and return what `Meter` wrote."""
+        """Train and return what `benchmarks.runs.Meter` wrote."""
         vae, latents = self.prepare(yaml, load(Config, yaml, overrides))
         meter = folder.with_suffix(".json")
         arguments = f"{{path: '{meter}', calibration: {list(self.calibration)}}}"
@@ -163,7 +117,7 @@ class Task(Steps):
             f"trainer.eval_interval={steps}ba",
             f"trainer.save_interval={steps}ba",
             f"seed={seed}",
-            f"plugins.callbacks=[{{path: benchmarks.leaderboard.Meter, arguments: {arguments}}}]",
+            f"plugins.callbacks=[{{path: benchmarks.runs.Meter, arguments: {arguments}}}]",
         ]
         if not meter.is_file():
             command = [*COMPOSER, "run.py", yaml, *SETTINGS, *settings, *overrides]
@@ -185,6 +139,7 @@ def _model_options(yaml: str, config: Config) -> list[str]:
 
 def score_run(folder: Path, seed: int, **sampling: Any) -> dict[str, Any]:
     """Scores of a run's averaged weights on the task, by kind of scene; `sampling` replaces some of `SAMPLING`."""
+    from demo.score import rates
     from diffusion.loading import load_model
 
     scenes = task()
@@ -233,6 +188,8 @@ def write_tables(file: Path, page: Path = PAGE) -> None:
 
 def _draw(relations: Mapping[str, Sequence[float]], path: Path) -> None:
     """Draw a line per recipe, with a dot for each seed and a mark at their mean."""
+    from diffusion.reports.figures import COLOURS, DARK, save_png, subplots
+
     figure, axes = subplots(height=0.6 + 0.27 * len(relations))
     for line, (name, values) in enumerate(relations.items()):
         axes.plot(values, [line] * len(values), "o", color=COLOURS[0 if name != BASELINE else 1], alpha=0.8)

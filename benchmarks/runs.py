@@ -24,6 +24,7 @@ from diffusion.config.model import Architecture
 from diffusion.config.schema import Config
 from diffusion.config.training import Device
 from diffusion.datasets.batch import BatchKey
+from diffusion.files import write_json
 from diffusion.models.architectures import ARCHITECTURES, ArchitectureSpec
 from diffusion.operations.checks.nodes import synchronize
 from diffusion.train import build_training_model, train
@@ -286,6 +287,46 @@ def kernels_by_class(events: Sequence[dict[str, Any]], num_steps: int) -> dict[s
         "host": {name: list(sums) for name, sums in calls.items() if sums[0] > 0.05},
         "kernels": [[name, *sums] for name, sums in longest],
     }
+
+
+class Meter(Callback):
+    """Writes the cost of a training process: steps, CPU-seconds and FLOPs; and CPU-seconds at some steps.
+
+    Args:
+        path: the file, JSON.
+        calibration: two steps between which the cost of a step is measured.
+    """
+
+    def __init__(self, path: str, calibration: Sequence[int]) -> None:
+        self.path, self.calibration, self.began, self.flops = Path(path), calibration, 0.0, 0.0
+        self.times: dict[int, float] = {}
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Start the clock."""
+        self.began = time.process_time()
+
+    def after_dataloader(self, state: State, logger: Logger) -> None:
+        """Count the arithmetic of a batch."""
+        self.flops += state.model.batch_flops(state.batch)  # pyright: ignore[reportCallIssue]
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Note the time of two steps."""
+        step = state.timestamp.batch.value
+        if step in self.calibration:
+            self.times[step] = time.process_time()
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Write."""
+        cost = {
+            "steps": state.timestamp.batch.value,
+            "cpu_seconds": time.process_time() - self.began,
+            "flops": self.flops,
+            "parameters": sum(one.numel() for one in state.model.parameters() if one.requires_grad),
+        }
+        if len(self.times) == 2:
+            (first, began), (last, ended) = self.times.items()
+            cost["cpu_seconds_per_step"] = (ended - began) / (last - first)
+        write_json(self.path, cost)
 
 
 PARTS = {

@@ -15,11 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from diffusion.config.loading import load_complete
 from diffusion.launch import CommandParser, duration, positive, run_command
-from diffusion.preparation.config import PrepareConfig
-from diffusion.preparation.ingest import Ingestion
-from diffusion.preparation.notifications import Queue
 
 logger = logging.getLogger("diffusion.ingest")
 
@@ -54,6 +50,12 @@ def main() -> None:
         raise Terminated
 
     options = parse_arguments()
+
+    from diffusion.config.loading import load_complete
+    from diffusion.preparation.config import PrepareConfig
+    from diffusion.preparation.ingest import Ingestion
+    from diffusion.preparation.notifications import Queue
+
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
     logging.getLogger("diffusion").setLevel(logging.INFO)
     logging.getLogger("PIL").setLevel(logging.CRITICAL)  # Damaged files are in the table of rejections.

@@ -60,7 +60,6 @@ def build_parser() -> CommandParser:
 
 def main(arguments: Sequence[str]) -> None:
     """Plan and print."""
-    from diffusion.planning.fleets import Failures, cheapest_budget, format_budgets, make_budget
     from diffusion.planning.published import CLAIMS, HARDWARE_FAILURES, TRAINING_A100_HOURS
 
     parser = build_parser()
@@ -71,6 +70,9 @@ def main(arguments: Sequence[str]) -> None:
     if not options.configs:
         parser.error("give the YAML of at least one run")
     configs = load_configs(options.configs, options.samples)
+
+    from diffusion.planning.fleets import Failures, cheapest_budget, format_budgets, make_budget
+
     failures = Failures(
         gpu_hours_between=options.gpu_hours_between_failures or TRAINING_A100_HOURS / HARDWARE_FAILURES,
         restart_seconds=options.restart_seconds,

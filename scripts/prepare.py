@@ -17,17 +17,16 @@ import argparse
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from diffusion.config.loading import load_complete
-from diffusion.datasets.buckets import parse_edges
-from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import ConfigurationError
 from diffusion.launch import CommandParser, run_command
-from diffusion.preparation.config import Engine, PrepareConfig
-from diffusion.preparation.prepare import STAGES, explain_selection, prepare
-from diffusion.preparation.select import Selection
-from diffusion.preparation.sources.reading import printable
+from diffusion.preparation.config import STAGES, Engine, PrepareConfig
 from diffusion.reports.tables import text_table
+
+if TYPE_CHECKING:
+    from diffusion.datasets.manifest import PreparedManifest
+    from diffusion.preparation.select import Selection
 
 NUM_DRY_RUN = 100
 """Default number of images of each source in a dry run."""
@@ -81,6 +80,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def configuration(options: argparse.Namespace) -> PrepareConfig:
     """Return the configuration that the command line gives."""
+    from diffusion.config.loading import load_complete
+    from diffusion.datasets.buckets import parse_edges
+
     if options.dry_run is not None and options.dry_run < 1:
         raise ConfigurationError(f"--dry-run {options.dry_run}: it must look at 1 image or more")
     given = {name: getattr(options, name) for name in _SETTINGS if getattr(options, name) is not None}
@@ -99,8 +101,10 @@ def configuration(options: argparse.Namespace) -> PrepareConfig:
     return config
 
 
-def summary(manifest: PreparedManifest) -> str:
+def summary(manifest: "PreparedManifest") -> str:
     """Table of the counts of a manifest."""
+    from diffusion.preparation.sources.reading import printable
+
     rows = [("source", "seen", "kept", "rejected")]
     rows += [(one.name, str(one.seen), str(one.kept), str(one.seen - one.kept)) for one in manifest.sources]
     rows.append(("all", str(manifest.seen), str(manifest.kept), str(manifest.seen - manifest.kept)))
@@ -122,8 +126,10 @@ def summary(manifest: PreparedManifest) -> str:
     return "\n".join(map(printable, lines))
 
 
-def preview_text(selection: Selection) -> str:
+def preview_text(selection: "Selection") -> str:
     """Tables of what a dry run found, with an example of each reason."""
+    from diffusion.preparation.sources.reading import printable
+
     rows: list[tuple[str, ...]] = [("source", "images", "kept", "rejected as", "of them")]
     for name, counts in selection.sources.items():
         rows.append((name, str(sum(counts.values())), str(counts.get("", 0)), "", ""))
@@ -141,6 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.getLogger("diffusion").setLevel(logging.INFO)
     logging.getLogger("PIL").setLevel(logging.CRITICAL)  # Damaged files are in the table of rejections.
     config = configuration(options)
+
+    from diffusion.preparation.prepare import explain_selection, prepare
+
     if options.dry_run is not None:
         from diffusion.preparation.preview import preview
 

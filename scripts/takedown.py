@@ -11,8 +11,6 @@ included. The same command continues after an interruption. Later scans reject t
 from pathlib import Path
 
 from diffusion.launch import CommandParser, run_command
-from diffusion.preparation.removed import read_keys
-from diffusion.preparation.takedown import take_down
 
 
 def main() -> None:
@@ -22,6 +20,10 @@ def main() -> None:
     parser.add_argument("keys", type=Path, metavar="KEYS", help="file of keys, one per line")
     parser.add_argument("--erase", action="store_true", help="erase the removed samples from all files")
     options = parser.parse_args()
+
+    from diffusion.preparation.removed import read_keys
+    from diffusion.preparation.takedown import take_down
+
     done = take_down(options.dataset, read_keys(options.keys), erase=options.erase)
     total = sum(map(len, done.marks.values()))
     print(f"{total} samples are removed from {options.dataset}; {len(done.absent)} keys are not in it")

@@ -11,6 +11,9 @@ from omegaconf import MISSING
 from diffusion.config.fields import MAX_SEED, bounded
 from diffusion.config.training import Plugin
 
+STAGES = ("scan", "score", "select", "write")
+"""Of a preparation, in their order."""
+
 
 class Engine(str, Enum):
     """Engine of the workers."""

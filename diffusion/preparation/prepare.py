@@ -12,7 +12,7 @@ from diffusion.config.loading import to_dict
 from diffusion.datasets.manifest import MANIFEST, SCAN, PreparedManifest
 from diffusion.distributed import num_cores
 from diffusion.errors import DataError
-from diffusion.preparation.config import PrepareConfig
+from diffusion.preparation.config import STAGES, PrepareConfig
 from diffusion.preparation.engine import Workers
 from diffusion.preparation.explain import explain
 from diffusion.preparation.layout import LISTINGS, METADATA, REPORT_PAGE, SCORES, SELECTION, part_name
@@ -29,8 +29,6 @@ from diffusion.preparation.write import discard_generations, shard_format, write
 from diffusion.reports.tables import text_table
 
 logger = logging.getLogger(__name__)
-
-STAGES = ("scan", "score", "select", "write")
 
 _NOT_OF_THE_DATA = ("sources", "out", "engine", "workers", "ray", "scratch")
 """Keys that do not determine the data. Sources are compared by the scan."""

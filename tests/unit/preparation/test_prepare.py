@@ -23,9 +23,16 @@ from diffusion.datasets.images import decode_rgb
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.preparation import output, scan
-from diffusion.preparation.config import BucketsConfig, DuplicatesConfig, FiltersConfig, PrepareConfig, ScorerConfig
+from diffusion.preparation.config import (
+    STAGES,
+    BucketsConfig,
+    DuplicatesConfig,
+    FiltersConfig,
+    PrepareConfig,
+    ScorerConfig,
+)
 from diffusion.preparation.engine import run
-from diffusion.preparation.prepare import STAGES, _settings, explain_selection
+from diffusion.preparation.prepare import _settings, explain_selection
 from diffusion.preparation.prepare import prepare as prepare_from_config
 from diffusion.preparation.records import NothingKeptError
 from diffusion.preparation.write import COLUMNS
