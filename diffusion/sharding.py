@@ -1,5 +1,6 @@
 """FSDP2 and its checkpoints: every workaround for private or surprising parts of Composer and torch."""
 
+import importlib
 import logging
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from diffusion.checkpointing.read import SafeLoadPlanner
 from diffusion.config.training import TrainerConfig
+from diffusion.errors import MachineError
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +72,21 @@ def fsdp_config(settings: TrainerConfig) -> ElasticFSDP2Config:
         mixed_precision=precisions,  # pyright: ignore[reportArgumentType]
         num_replicas=settings.num_replicas,
     )
+
+
+def load_smddp() -> None:
+    """Register SageMaker's collectives as a backend of torch.
+
+    Raises:
+        MachineError: they are not installed, or not for this torch.
+    """
+    try:
+        importlib.import_module("smdistributed.dataparallel.torch.torch_smddp")
+    except (ImportError, OSError, RuntimeError) as error:
+        raise MachineError(
+            f"trainer.collectives is smddp, and SageMaker's library of collectives does not load with torch "
+            f"{torch.__version__} ({error}): set trainer.collectives=nccl, or use an image that holds it for this torch"
+        ) from error
 
 
 def set_collective_timeout(seconds: float, mesh: DeviceMesh | None) -> None:

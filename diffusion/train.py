@@ -27,7 +27,7 @@ from composer.optim import (
     CosineAnnealingWithWarmupScheduler,
     LinearWithWarmupScheduler,
 )
-from composer.utils import dist, reproducibility
+from composer.utils import dist, get_device, reproducibility
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils.data import DataLoader
@@ -55,7 +55,7 @@ from diffusion.config.data import Shuffling, microbatch_size
 from diffusion.config.loading import to_public_yaml
 from diffusion.config.model import Posterior
 from diffusion.config.schema import Config, Task
-from diffusion.config.training import Decay, Device, OptimizerName, Parallelism, Precision
+from diffusion.config.training import Collectives, Decay, Device, OptimizerName, Parallelism, Precision
 from diffusion.datasets.batch import num_samples, split_batch
 from diffusion.datasets.dataset import TrainingDataset
 from diffusion.datasets.loader import train_loader, validation_dataset, validation_loader
@@ -90,7 +90,7 @@ from diffusion.operations.heartbeats import heartbeat_folder
 from diffusion.operations.lease import leased, leased_checkpoints
 from diffusion.optimizers import AdamW, build_muon, warmup_stable_decay
 from diffusion.plugins import IndexedDataset, build_plugin, build_plugins, check_plugins
-from diffusion.sharding import fsdp_config
+from diffusion.sharding import fsdp_config, load_smddp
 from diffusion.trainer import HostTrainer
 
 log = logging.getLogger(__name__)
@@ -174,12 +174,15 @@ def start_ranks(config: Config) -> Device:
     """Join the process group and seed this rank; return the device that it trains on.
 
     Raises:
-        UserError: this machine lacks the device or the precision.
+        UserError: this machine lacks the device, the precision or the collectives.
     """
     num_gpus = torch.cuda.device_count()
     ranks = dist.get_local_world_size()
     check_machine(config, num_gpus=num_gpus, bf16_supported=computes_bf16(), local_world_size=ranks)
     device = resolve_device(config.trainer.device, num_gpus)
+    if config.trainer.collectives is Collectives.smddp:
+        load_smddp()
+        type(get_device(device.value)).dist_backend = Collectives.smddp.value
     if not torch.distributed.is_initialized():
         dist.initialize_dist(device.value, timeout=config.trainer.dist_timeout)
     reproducibility.seed_all(config.seed)

@@ -40,6 +40,13 @@ class Parallelism(str, Enum):
     ddp = "ddp"
 
 
+class Collectives(str, Enum):
+    """Library of the collective operations of GPUs."""
+
+    nccl = "nccl"
+    smddp = "smddp"
+
+
 class Precision(str, Enum):
     """Arithmetic of the forward and backward pass; master weights are fp32 in each."""
 
@@ -133,6 +140,10 @@ class TrainerConfig:
 
     parallelism: Parallelism = Parallelism.fsdp
     """Sharded data parallelism (FSDP2), or DDP."""
+
+    collectives: Collectives = Collectives.nccl
+    """Library of the collective operations of GPUs: NCCL, or SageMaker's (smddp), which the container must hold for its
+    torch."""
 
     reshard_after_forward: bool = False
     """Also shard weights (FULL_SHARD); false: shard gradients and optimizer state only (SHARD_GRAD_OP)."""

@@ -203,7 +203,7 @@ class Alibi(Algorithm):
 
 MACHINE = (
     r"task|seed|run_name|output_folder|(init_from|autoencoder|data|validation|plugins|plan)\..*|loggers\.(wandb|prometheus)\..*"
-    r"|trainer\.(device|precision|num_replicas|reduce_precision|checkpoint_folder|autoresume|max_duration|keep_checkpoints)"
+    r"|trainer\.(device|precision|collectives|num_replicas|reduce_precision|checkpoint_folder|autoresume|max_duration|keep_checkpoints)"
     r"|trainer\.reshard_after_forward|samples\.scores|performance\.(attention|compilation|cuda_graphs)|operations\.(heartbeat_folder|max_dollars|supervision\..*)"
 )
 """Keys that need data, a GPU, several ranks or services, that are set below, or that the task does not use."""
