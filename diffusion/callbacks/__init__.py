@@ -12,6 +12,7 @@ from composer.models import ComposerModel
 from composer.utils import is_notebook
 
 from diffusion.callbacks.autoencoder import SaveAutoencoder, statistics_images
+from diffusion.callbacks.compilation import ParallelCompilation
 from diffusion.callbacks.guards import BadImageGuard, LossGuard
 from diffusion.callbacks.loggers import ProgressLines, TensorBoardLogger, WandB
 from diffusion.callbacks.metrics_file import MetricsFile, StartsFile
@@ -139,9 +140,12 @@ def _build_task_callbacks(
         return []
     callbacks: list[Callback] = []
     settings, streams = config.trainer, config.data.streams
-    if fast.resolve_compilation(config.performance.compilation, device) is not Compilation.none:
+    compilation = fast.resolve_compilation(config.performance.compilation, device)
+    if compilation is not Compilation.none:
         then = None if config.data.mixing is Mixing.groups else settings.dist_timeout
         callbacks.append(CollectiveTimeout(settings.compile_timeout, then))
+    if config.performance.parallel_compilation and compilation is Compilation.blocks:
+        callbacks.append(ParallelCompilation(config, device))
     keeps_weights_whole = settings.parallelism == Parallelism.fsdp and not settings.reshard_after_forward
     if keeps_weights_whole and config.performance.accumulate_locally:
         callbacks.append(AccumulateLocally())

@@ -476,6 +476,10 @@ class PerformanceConfig:
     compile_text_encoder: bool = False
     """Compile the layers of the frozen text encoder for training, where captions are encoded in each step."""
 
+    parallel_compilation: bool = False
+    """With compilation of blocks: before the first step, compile the distinct blocks for all sizes of images in one
+    process per core, into Inductor's cache on disk (TORCHINDUCTOR_CACHE_DIR)."""
+
     cuda_graphs: bool = False
     """Launch each compiled part as one CUDA graph, for small batches per GPU, at which the host is the limit. Needs
     compilation, trainer.parallelism ddp (FSDP gathers weights to changing addresses), one microbatch per step (the next

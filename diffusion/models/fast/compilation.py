@@ -5,6 +5,7 @@ call, so that its hooks (FSDP2's) stay outside of the graph, which must not brea
 changed in place.
 """
 
+import copyreg
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -51,9 +52,13 @@ def find_units(network: nn.Module, compilation: Compilation) -> list[nn.Module]:
 
 def compile_units(network: nn.Module, units: list[nn.Module], *, cuda_graphs: bool = False) -> None:
     """Compile these units, and each GroupNorm outside of them."""
+    compile_modules([*units, *outer_norms(network, units)], cuda_graphs=cuda_graphs)
+
+
+def outer_norms(network: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
+    """List each GroupNorm outside of units."""
     inside = {module for unit in units for module in unit.modules()}
-    norms = [module for module in network.modules() if isinstance(module, FusedGroupNorm) and module not in inside]
-    compile_modules([*units, *norms], cuda_graphs=cuda_graphs)
+    return [module for module in network.modules() if isinstance(module, FusedGroupNorm) and module not in inside]
 
 
 def _is_trained(module: nn.Module) -> bool:
@@ -113,6 +118,19 @@ def _configure() -> None:
     torch._dynamo.config.recompile_limit = MAX_GRAPHS
     torch._dynamo.config.accumulated_recompile_limit = MAX_GRAPHS
     torch._dynamo.config.optimize_ddp = False  # It would split blocks at the boundaries of DDP's buckets.
+    copyreg.pickle(torch.memory_format, _reduce_memory_format)
+
+
+def _reduce_memory_format(memory_format: torch.memory_format) -> Any:
+    """Pickle a memory format by its name, as torch does with a layout, for keys of Inductor's cache.
+
+    By default the pickle names the module that imported torch first, so that another program would find nothing.
+    """
+    return _memory_format, (str(memory_format),)
+
+
+def _memory_format(name: str) -> torch.memory_format:
+    return getattr(torch, name.removeprefix("torch."))
 
 
 def mark_steps(network: nn.Module) -> None:
