@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -43,7 +44,7 @@ class Settings:
         return cls(
             torch.get_num_threads(),
             torch.are_deterministic_algorithms_enabled(),
-            torch.backends.cuda.matmul.fp32_precision,
+            str(torch.backends.cuda.matmul.fp32_precision),
         )
 
     def apply(self) -> None:
@@ -159,7 +160,7 @@ _network: Network
 def _start(model: ModelConfig, performance: PerformanceConfig, device: Device) -> None:
     """Build the network as it is trained, on the meta device."""
     global _network
-    torch._inductor.config.compile_threads = 1
+    inductor.compile_threads = 1
     with torch.device("meta"):
         _network = build_network(model)
         if model.low_precision_norms:
