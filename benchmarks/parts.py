@@ -28,12 +28,12 @@ def part_rows(
     """Make the rows of a part: Stable Diffusion 2 on a GPU, the tiny architecture on a CPU.
 
     Args:
-        name: Of the part.
-        device: Of training.
-        resolutions: Sides of the images of steps in pixels.
-        sizes: Microbatches of steps.
-        overrides: `key.sub=value` of the Trainer's runs.
-        quick: Little of everything: shows that it runs, not how fast.
+        name: Name of the part.
+        device: Device of training.
+        resolutions: Sides of the images in pixels, for `step`.
+        sizes: Microbatches of a rank, for `step`.
+        overrides: `key.sub=value` for the Trainer's runs.
+        quick: Measure little of everything: shows that it runs, not how fast.
     """
     if name == "step":
         is_gpu = device.type == "cuda"

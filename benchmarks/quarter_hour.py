@@ -74,12 +74,7 @@ def shape(name: str, device: str) -> dict[str, Any]:
             overrides += MODERN
         else:
             overrides.append(OPTIONS.get(option, option))
-    return {
-        "architecture": architecture,
-        "resolution": resolution,
-        "batch_size": batch_size,
-        "overrides": overrides,
-    }
+    return {"architecture": architecture, "resolution": resolution, "batch_size": batch_size, "overrides": overrides}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -123,7 +118,9 @@ def measure_wave(options: argparse.Namespace, names: list[str], deadline: float)
             process.kill()
             print(f"{name}: not ready in time", flush=True)
     for name, process in processes.items():
-        if process.poll() is None:
+        if time.monotonic() >= deadline:
+            process.kill()
+        elif process.poll() is None:
             _turn(options, name, "go").touch()
         while process.poll() is None and not _turn(options, name, "done").exists() and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -168,7 +165,6 @@ def measure_row(options: argparse.Namespace) -> None:
     turn = {word: str(_turn(options, options.row, word)) for word in TURN}
     parameters = {} if options.row == RATES else shape(options.row, options.device)
     row = Row(name=_labelled(options.row, options), measure=dict, parameters=parameters)
-    start = time.time()
     try:
         if options.row == RATES:
             result = measure_rates(device)
@@ -178,7 +174,6 @@ def measure_row(options: argparse.Namespace) -> None:
     except Exception as error:
         write(options.out / "rows.jsonl", row, describe_machine(device), error=f"{type(error).__name__}: {error}"[:500])
         raise
-    result["wall_seconds"] = round(time.time() - start, 1)
     write(options.out / "rows.jsonl", row, describe_machine(device), result=result)
 
 
@@ -187,7 +182,7 @@ def _labelled(name: str, options: argparse.Namespace) -> str:
 
 
 def _turn(options: argparse.Namespace, name: str, word: str) -> Path:
-    """File that says that a row is ready, or may go."""
+    """File that reports that a row is ready or done, or that it may go."""
     return options.out / "logs" / f"{_file_name(name)}.{word}"
 
 

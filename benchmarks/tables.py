@@ -111,7 +111,7 @@ def _speed(line: Line, rates: dict[str, Any]) -> list[str]:
 
 
 def _classes(lines: list[Line]) -> str:
-    """What the GPU does in a step, by classes of kernels."""
+    """Table of the GPU's milliseconds in a step, by class of kernels."""
     names = list(dict.fromkeys(name for line in lines for name in line["result"]["classes"]))
     rows = []
     for line in lines:

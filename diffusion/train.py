@@ -395,7 +395,7 @@ def _plugin_loader(config: Config) -> DataLoader:
     is_shuffled = data.shuffle is not Shuffling.none
     sampler = dist.get_sampler(dataset, shuffle=is_shuffled, drop_last=True, seed=config.seed)
     rank_batch_size = data.global_batch_size // dist.get_world_size()
-    # A copy from memory that is not pinned makes the host wait for all work on the device.
+    # The host may wait for earlier work on the device when it copies from memory that is not pinned.
     options: dict[str, Any] = {"num_workers": data.num_workers, "pin_memory": torch.cuda.is_available()}
     return DataLoader(dataset, rank_batch_size, sampler=sampler, drop_last=True, **options)
 

@@ -12,7 +12,7 @@ from diffusion.config.fields import MAX_SEED, bounded
 from diffusion.config.training import Plugin
 
 STAGES = ("scan", "score", "select", "write")
-"""Of a preparation, in their order."""
+"""Stages of a preparation, in their order."""
 
 
 class Engine(str, Enum):

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.parts import describe_machine
 from benchmarks.quarter_hour import CALLS, RATES, shape
+from benchmarks.rates import measure_rates
 from benchmarks.rows import read_rows
 from benchmarks.runs import ResidentLatents, kernels_by_class, run_config
 from diffusion.config.checks import check
@@ -43,8 +44,17 @@ def test_two_rows_are_timed_one_after_the_other(tmp_path):
     turns = {name: tmp_path / "logs" / name.replace("/", "-") for name in names}
     first, second = (turns[name] for name in names)
     assert first.with_suffix(".done").stat().st_mtime <= second.with_suffix(".go").stat().st_mtime
-    again = subprocess.run(command, cwd=ROOT, env=environment(), check=True, timeout=60)
-    assert again.returncode == 0, "nothing is measured again"
+    subprocess.run(command, cwd=ROOT, env=environment(), check=True, timeout=60)
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 2, "nothing is measured again"
+
+
+def test_rates_are_those_of_a_device():
+    found = measure_rates(torch.device("cpu"))
+    assert found["matmul_flops"] > 0
+    assert {name: len(times) for name, times in found["attention"].items()} == {
+        "math, mask none": 2,
+        "math, mask broadcast": 2,
+    }
 
 
 def test_kernels_are_summed_by_class():
