@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from diffusion.datasets.images import resample
+from diffusion.datasets.images import decode_reduced, resample
 
 REDUCED_SIDE = 96
 """Longer side in pixels of the grey image that sharpness is measured on; smaller ones are not enlarged."""
@@ -30,11 +30,11 @@ _SCAN, _END, _SEQUENTIAL, _PROGRESSIVE = b"\xda", b"\xd9", (b"\xc0", b"\xc1"), b
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]", re.DOTALL)
 """In the data of a scan: the end of it."""
 
-_GREY = 128
-"""Level of all channels where a JPEG decoder has no data."""
+_GREY = (128, 128, 128)
+"""Colour that a JPEG decoder gives to blocks without data."""
 
-_MIN_GREY = 0.02
-"""Share of the rows that are grey in a truncated image, at least."""
+_MORE_DATA = bytes(range(1, 255)) * 4
+"""Data of a scan that change each block without data."""
 
 _SIGNATURES = (
     (b"\xff\xd8\xff", "jpeg"),
@@ -56,7 +56,7 @@ def jpeg_scans(data: bytes) -> int:
     A sequential JPEG whose first scan has all components has one: decoders read no other.
     """
     scans, num_components = 0, None
-    for marker, segment in _jpeg_segments(data):
+    for marker, segment, _ in _jpeg_segments(data):
         if marker in _SEQUENTIAL:
             num_components = segment[5:6]
         if marker == _SCAN:
@@ -66,42 +66,47 @@ def jpeg_scans(data: bytes) -> int:
     return scans
 
 
-def _jpeg_segments(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield marker and content of the segments of a JPEG file, up to the end of its first image."""
+def _jpeg_segments(data: bytes) -> Iterator[tuple[bytes, bytes, int]]:
+    """Yield marker, content and end of the segments of a JPEG file, up to the end of its first image."""
     position = 2 if data[:2] == b"\xff\xd8" else len(data)
     while data[position : position + 1] == b"\xff" and (marker := data[position + 1 : position + 2]) not in (b"", _END):
         if marker == b"\xff":  # fill byte
             position += 1
             continue
         end = position + 2 + int.from_bytes(data[position + 2 : position + 4], "big")
-        yield marker, data[position + 4 : end]
+        yield marker, data[position + 4 : end], end
         found = _MARKER.search(data, end) if marker == _SCAN else None
         position = found.start() if found else len(data) if marker == _SCAN else end
 
 
-def is_truncated(data: bytes, rgb: Image.Image) -> bool:
+def is_truncated(data: bytes, rgb: Image.Image, max_pixels: int) -> bool:
     """Check that a file is a JPEG whose end was lost, though its decoder says nothing.
 
-    It has no end-of-image marker after its last scan, a progressive one lacks scans, or the decoder filled one of its
-    sides (the lower one, before it was turned) with the grey of missing data: at least `_MIN_GREY` of the image, and
-    the rest of the row of blocks in which the data ends, unlike a background of that grey.
+    It has no end-of-image marker after its last scan, a progressive one lacks scans, or its decoder still wants data
+    before that marker: where a corner has the grey of missing data, more data change the image.
+
+    Args:
+        data: the whole file.
+        rgb: the image that `decode_reduced` made of it at `REDUCED_SIDE`.
+        max_pixels: as for `decode_reduced`.
     """
     if data[:3] != b"\xff\xd8\xff":
         return False
     if data.rfind(b"\xff" + _END) < data.rfind(b"\xff" + _SCAN) or _lacks_scans(data):
         return True
-    is_grey = (np.asarray(rgb) == _GREY).all(axis=-1)
-    for turned in (is_grey[::-1], is_grey, is_grey.T[::-1], is_grey.T):
-        num_grey = int(turned.all(axis=1).argmin())
-        if num_grey >= max(2, _MIN_GREY * len(turned)) and turned[num_grey, 0] != turned[num_grey, -1]:
-            return True
-    return False
+    right, bottom = rgb.width - 1, rgb.height - 1
+    if not any(rgb.getpixel(corner) == _GREY for corner in ((0, 0), (right, 0), (0, bottom), (right, bottom))):
+        return False
+    scan = next(end for marker, _, end in _jpeg_segments(data) if marker == _SCAN)
+    end = data.find(b"\xff" + _END, scan)
+    longer = decode_reduced(data[:end] + _MORE_DATA + data[end:], REDUCED_SIDE, max_pixels).image
+    return longer.tobytes() != rgb.tobytes()
 
 
 def _lacks_scans(data: bytes) -> bool:
     """Check that a progressive JPEG lacks scans: some coefficients of a component, or the last bits of some."""
     missing = set[tuple[int, int]]()
-    for marker, segment in _jpeg_segments(data):
+    for marker, segment, _ in _jpeg_segments(data):
         if marker in _SEQUENTIAL:
             return False
         if marker == _PROGRESSIVE:

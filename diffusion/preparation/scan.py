@@ -486,13 +486,14 @@ class Scanner:
         return row | {"reason": getattr(reason, "value", reason), "detail": clean_text(detail)}
 
     def _measures(self, image: bytes) -> dict[str, Any]:
-        """Decode an image, once."""
+        """Decode an image, once (a JPEG with a corner in the grey of missing data: twice)."""
         limit = self._limits.max_jpeg_scans
         if (scans := jpeg_scans(image)) > limit:
             raise UndecodableImageError("too_large", f"{scans} scans are more than limits.max_jpeg_scans")
-        reduced = decode_reduced(image, REDUCED_SIDE, self._limits.max_decoded_mb * 2**20 // BYTES_PER_PIXEL)
-        if is_truncated(image, reduced.image):
-            raise UndecodableImageError("undecodable", "a truncated JPEG: no end of the image, or grey below a row")
+        max_pixels = self._limits.max_decoded_mb * 2**20 // BYTES_PER_PIXEL
+        reduced = decode_reduced(image, REDUCED_SIDE, max_pixels)
+        if is_truncated(image, reduced.image, max_pixels):
+            raise UndecodableImageError("undecodable", "a truncated JPEG: its data end before the image")
         return {
             "width": reduced.width,
             "height": reduced.height,

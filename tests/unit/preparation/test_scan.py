@@ -142,15 +142,18 @@ def test_truncated_jpegs_are_rejected(folder, out):
     grey_gradual = encode(Image.open(io.BytesIO(whole)).convert("L"), "JPEG", progressive=True)
     backdrop = Image.new("RGB", (200, 160), (128,) * 3)
     backdrop.paste("red", (60, 40, 140, 120))
+    asymmetric = Image.new("RGB", (200, 160), (128,) * 3)
+    asymmetric.paste("red", (150, 0, 200, 100))
     for number, content in enumerate((
         half + b"\xff\xd9", half + bytes(len(half)), sideways[: len(sideways) // 2] + b"\xff\xd9",
         gradual[: len(gradual) // 2] + b"\xff\xd9", gradual, grey_gradual,
         whole, whole + b"<html>", encode(Image.new("RGB", (64, 64), (128,) * 3), "JPEG"), encode(backdrop, "JPEG"),
+        encode(asymmetric, "JPEG"), whole[:-1500] + whole[-2:],
     )):  # fmt: skip
-        (folder / f"000{number}.png").write_bytes(content)
+        (folder / f"{number:04}.png").write_bytes(content)
     scan([folder], out)
     rejected = {key for key, row in by_key(out).items() if row["reason"] == "undecodable"}
-    assert rejected == {f"set/000{number}.png" for number in range(4)}
+    assert rejected == {f"set/{number:04}.png" for number in (*range(4), 11)}
 
 
 def test_partitions_of_several_sources(folder, out, tmp_path):
