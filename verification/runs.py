@@ -16,7 +16,6 @@ from demo.shapes import write_data_set
 from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.read import read_weights
 from diffusion.config.model import Architecture, ModelConfig, Weights
-from diffusion.distributed import num_cores
 from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 from diffusion.models import load_frozen_parts
 from diffusion.preparation.config import BucketsConfig, PrepareConfig, ScorerConfig
@@ -168,13 +167,13 @@ def run(recipe: Recipe, spec: RunSpec, data: Sequence[str]) -> Outcome:
         moment = chance.choice(MOMENTS)
         settings = {"step": interrupted_at, "moment": moment, "kind": spec.interruption}
         disturbance = plugin("verification.callbacks.Disturbance", **settings)
-        code = _run(recipe.command(spec, folder, num_ranks, data, disturbance), num_ranks, folder)
+        code = _run(recipe.command(spec, folder, num_ranks, data, disturbance), folder)
         if not code:
             raise VerificationError(f"{spec.name}: the disturbed run ended with exit code 0; see {folder}/log.txt")
         if spec.interruption == "term" and not (folder / "preempted.json").is_file():
             raise VerificationError(f"{spec.name}: no preempted.json after SIGTERM; see {folder}/log.txt")
         num_ranks = resume_size(spec)
-    if code := _run(recipe.command(spec, folder, num_ranks, data), num_ranks, folder):
+    if code := _run(recipe.command(spec, folder, num_ranks, data), folder):
         raise VerificationError(f"{spec.name}: exit code {code}; see {folder}/log.txt")
     return read_outcome(recipe, spec, folder, interrupted_at=interrupted_at, seconds=time.monotonic() - start)
 
@@ -185,16 +184,12 @@ def plugin(path: str, **arguments: object) -> str:
     return f"{{path: {path}, arguments: {{{values}}}}}"
 
 
-def environment(num_ranks: int) -> dict[str, str]:
-    """Variables of processes that share the cores of this machine."""
-    threads = str(max(1, num_cores() // num_ranks))
-    return {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONWARNINGS": "ignore"}
-
-
-def _run(command: Sequence[str], num_ranks: int, folder: Path) -> int:
+def _run(command: Sequence[str], folder: Path) -> int:
     """Return the exit code of a job."""
     with (folder / "log.txt").open("ab") as log:
-        process = psutil.Popen(command, stdout=log, stderr=log, env=environment(num_ranks), start_new_session=True)
+        process = psutil.Popen(
+            command, stdout=log, stderr=log, env={**os.environ, "PYTHONWARNINGS": "ignore"}, start_new_session=True
+        )
     try:
         return process.wait(TIMEOUT)
     except psutil.TimeoutExpired:

@@ -60,6 +60,16 @@ if __name__ == "__main__":
 BIN = Path(sys.executable).parent
 
 
+def test_torch_takes_one_thread_unless_told_otherwise():
+    code = "from diffusion.launch import run_command as run; run(lambda: print(__import__('torch').get_num_threads()))"
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    for added, expected in (({}, "1"), ({"OMP_NUM_THREADS": "2"}, "2")):
+        ended = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env=environment | added, capture_output=True, text=True, check=True
+        )
+        assert ended.stdout.strip() == expected
+
+
 def launch(tmp_path: Path, launcher: list[str], mode: str) -> subprocess.CompletedProcess:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
