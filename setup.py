@@ -78,7 +78,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["diffusion", "diffusion.*"]),
-    package_data={"diffusion": ["py.typed", "models/data/*", "evaluation/preference/web/*", "reports/templates/*"]},
+    package_data={"diffusion": ["py.typed", "models/data/*", "reports/templates/*"]},
     python_requires=">=3.11,<3.14",
     install_requires=REQUIREMENTS,
     extras_require=EXTRAS,

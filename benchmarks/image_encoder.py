@@ -19,7 +19,7 @@ if __name__ == "__main__":  # As a file, for the imports of this repository.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.leaderboard import RESOLUTION
-from diffusion.evaluation.shapes import COLOURS, SHAPES, Scene, draw, scenes
+from demo.scenes import COLOURS, SHAPES, Scene, draw, scenes
 from diffusion.files import write_json
 from diffusion.launch import CommandParser, run_command
 from diffusion.models.alignment import PREPROCESSOR

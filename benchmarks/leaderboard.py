@@ -5,7 +5,7 @@
 
 Each recipe trains for the same CPU-seconds of the training process: their cost per step is measured before its first
 row. Each seed is a row, for other weights, order, noise and images, on the same data; a seed with a row is skipped. The
-score is that of the oracle (`diffusion.evaluation.shape_checks`) on 512 scenes that the training data does not hold.
+score is that of the oracle (`demo.shape_checks`) on 512 scenes that the training data does not hold.
 """
 
 import datetime
@@ -24,11 +24,11 @@ from typing import Any
 if __name__ == "__main__":  # As a file, for the imports of this repository.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from demo.scenes import caption, task
 from demo.steps import COMPOSER, QUICK, ROOT, Steps
 from diffusion.config.loading import load
 from diffusion.config.schema import Config
 from diffusion.errors import UserError
-from diffusion.evaluation.shapes import caption, task
 from diffusion.launch import CommandParser, run_command
 from diffusion.reports.tables import markdown_table
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from PIL import Image
 
-from diffusion.evaluation.shape_checks import ShapesOracle
-from diffusion.evaluation.shapes import COLOURS, RELATIONS, SHAPES, caption, scenes
+from demo.scenes import COLOURS, RELATIONS, SHAPES, caption, scenes
+from demo.shape_checks import ShapesOracle
 
 
 class WrongCaptions:

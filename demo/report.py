@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 from PIL import Image, ImageDraw
 
-from diffusion.evaluation.shapes import COLOURS, SHAPES, caption, prompts
+from demo.scenes import COLOURS, SHAPES, caption, prompts
 from diffusion.formats.run_folder import TRAIN_LOSS
 from diffusion.reports.page import image_uri, write_page
 from diffusion.reports.run import read_run

@@ -11,8 +11,8 @@ from typing import Any
 
 from PIL import Image
 
-from diffusion.evaluation.shape_checks import score
-from diffusion.evaluation.shapes import Scene, caption, draw, prompts, scenes
+from demo.scenes import Scene, caption, draw, prompts, scenes
+from demo.shape_checks import score
 from diffusion.files import write_json
 from diffusion.launch import CommandParser, run_command
 from diffusion.models.latent_diffusion import LatentDiffusion

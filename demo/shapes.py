@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from diffusion.evaluation.shapes import SHARES, Scene, caption, draw, scenes
+from demo.scenes import SHARES, Scene, caption, draw, scenes
 from diffusion.files import atomic_path
 from diffusion.launch import CommandParser, run_command
 

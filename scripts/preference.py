@@ -56,9 +56,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def serve(arguments: argparse.Namespace) -> None:
     """Answer raters until the command is ended."""
-    from diffusion.evaluation.preference.images import collect
-    from diffusion.evaluation.preference.server import open_server, signed_name
-    from diffusion.evaluation.preference.store import Settings, Store
+    from apps.preference.images import collect
+    from apps.preference.server import open_server, signed_name
+    from apps.preference.store import Settings, Store
 
     if (arguments.host not in LOOPBACK or arguments.public_url) and not arguments.raters:
         raise ConfigurationError("a page that others can reach needs --raters NAME ...: each gets a personal link")
@@ -123,8 +123,8 @@ def read_folders(arguments: list[str]) -> dict[str, Path]:
 
 def report(arguments: argparse.Namespace) -> None:
     """Write the report."""
-    from diffusion.evaluation.preference.report import make_report, write_report
-    from diffusion.evaluation.preference.store import Store
+    from apps.preference.report import make_report, write_report
+    from apps.preference.store import Store
 
     store = Store(arguments.votes)
     result = make_report(store.votes(), store.models, max_failed=arguments.max_failed, seed=arguments.seed)
@@ -134,8 +134,8 @@ def report(arguments: argparse.Namespace) -> None:
 
 def export(arguments: argparse.Namespace) -> None:
     """Write all votes as CSV."""
-    from diffusion.evaluation.preference.report import to_csv
-    from diffusion.evaluation.preference.store import Store
+    from apps.preference.report import to_csv
+    from apps.preference.store import Store
 
     store = Store(arguments.votes)
     text = to_csv(store.votes(), store.models)
@@ -149,6 +149,7 @@ def export(arguments: argparse.Namespace) -> None:
 def main() -> None:
     """Run one of the commands."""
     arguments = parse_arguments()
+    sys.path.append(str(Path(__file__).resolve().parent.parent))  # `apps` lies beside the installed package.
     try:
         arguments.run(arguments)
     except ModuleNotFoundError as error:

@@ -106,14 +106,15 @@ class NetworksConfig:
 class CompositionalConfig:
     """Prompts of colours, counts and spatial relations; a detector checks their images."""
 
-    suite: str = "shapes"
-    """`shapes` (of the demo), or a .jsonl file in GenEval's format."""
+    suite: str = MISSING
+    """A .jsonl file in GenEval's format, or the import path of a function that returns an
+    `evaluation.object_checks.CheckSuite`."""
 
     detector: str | None = None
-    """Folder of an OWL-ViT or OWLv2 model (transformers); null: the oracle of the shapes."""
+    """Folder of an OWL-ViT or OWLv2 model (transformers); null: the detector that comes with the suite."""
 
     threshold: float = 0.3
-    """Minimum confidence of a detected object; without effect on the oracle."""
+    """Minimum confidence of an object that `detector` finds."""
 
     images_per_prompt: int = bounded(4, min=1)
     """Images of each prompt."""

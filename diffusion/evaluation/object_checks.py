@@ -2,7 +2,7 @@
 
 The checks are those of GenEval (Ghosh et al. 2023, section 3), whose prompt files are read: required classes, each with
 a minimum count, a colour and a position relative to another class, and upper limits of counts. The detector is a
-zero-shot detector of transformers, or image processing for the shapes of the demo (`shape_checks.py`).
+zero-shot detector of transformers, or that of a plug-in, which has its own checks.
 """
 
 import math
@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from diffusion.config.training import Plugin
 from diffusion.errors import ConfigurationError, error_context
 from diffusion.evaluation.config import CompositionalConfig
 from diffusion.evaluation.prompts import Prompt
@@ -23,8 +24,7 @@ from diffusion.evaluation.protocol import content_hash
 from diffusion.evaluation.suites import Suite, read_json_items
 from diffusion.models.model_folders import load_pretrained
 from diffusion.models.pretrained import freeze, module_identity
-
-SHAPES = "shapes"
+from diffusion.plugins import build_plugin
 
 MAX_OVERLAP = 0.5
 """Boxes of one label with a greater intersection over union are one object."""
@@ -150,6 +150,18 @@ class Check:
     """Classes with fewer than `count` objects."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckSuite:
+    """Checks of a file or plug-in."""
+
+    checks: Sequence[Check]
+    colours: Sequence[str]
+    """Colours that a detector chooses from."""
+
+    detector: Detector | None = None
+    """Detector without `protocol.compositional.detector`."""
+
+
 def is_shown(check: Check, found: Sequence[Detection]) -> bool:
     """Return whether detected objects pass a check."""
     taken: list[list[Detection]] = []
@@ -215,27 +227,32 @@ class ObjectChecks(Suite[Check]):
     name = "compositional"
     config: CompositionalConfig
     detector: Detector
+    colours: Sequence[str]
 
     @classmethod
     def open(cls, config: CompositionalConfig, device: torch.device) -> "ObjectChecks":
         """Read the checks and load the detector.
 
         Raises:
-            ConfigurationError: a file or the detector is missing.
+            ConfigurationError: a file, the plug-in or the detector is missing.
         """
-        from diffusion.evaluation.shape_checks import ShapesOracle, shape_checks
-
-        if config.detector is not None:
-            detector: Detector = ZeroShotDetector(config.detector, config.threshold, device)
-        elif config.suite == SHAPES:
-            detector = ShapesOracle()
+        key = "protocol.compositional.suite"
+        if config.suite == "shapes":
+            raise ConfigurationError(f"{key}=shapes: these checks moved to the demo, write demo.shape_checks.shapes")
+        if config.suite.endswith(".jsonl"):
+            suite = CheckSuite(checks=read_checks(Path(config.suite).expanduser()), colours=COLOUR_NAMES)
         else:
+            suite = build_plugin(Plugin(path=config.suite), key, CheckSuite)
+        detector = suite.detector
+        if config.detector is not None:
+            detector = ZeroShotDetector(config.detector, config.threshold, device)
+        if detector is None:
             raise ConfigurationError(
-                f"protocol.compositional.suite={config.suite} needs a detector: give protocol.compositional.detector, "
-                "a folder with an OWL-ViT or OWLv2 model; only suite=shapes works without one"
+                f"{key}={config.suite} needs a detector: give protocol.compositional.detector, a folder with an "
+                "OWL-ViT or OWLv2 model"
             )
-        checks = shape_checks() if config.suite == SHAPES else read_checks(Path(config.suite).expanduser())
-        return cls(items=checks, images_per_prompt=config.images_per_prompt, config=config, detector=detector)
+        num = config.images_per_prompt
+        return cls(items=suite.checks, images_per_prompt=num, config=config, detector=detector, colours=suite.colours)
 
     def prompts(self) -> list[Prompt]:
         """Prompts of the checks."""
@@ -257,8 +274,7 @@ class ObjectChecks(Suite[Check]):
 
     def judge(self, item: Check, image: Image.Image) -> bool:
         """Return whether an image passes its check."""
-        colours = list(dict.fromkeys(one.colour for check in self.items for one in check.include if one.colour))
-        names = colours if self.config.suite == SHAPES else list(COLOUR_NAMES) if colours else []
+        names = self.colours if any(one.colour for check in self.items for one in check.include) else []
         labels = list(dict.fromkeys(one.label for one in (*item.include, *item.exclude)))
         return is_shown(item, self.detector.find(image, labels, names))
 

@@ -10,7 +10,7 @@ from tests.tools.training_runs import ROOT
 PACKAGE = ROOT / "diffusion"
 PAGE = ROOT / "docs" / "architecture.md"
 
-FOLDERS = ("benchmarks", "demo", "diffusion", "launchers", "scripts", "verification")
+FOLDERS = ("apps", "benchmarks", "demo", "diffusion", "launchers", "scripts", "verification")
 
 OF_OTHERS = {"_replace", "_fields", "_strip_protocol"}
 """Private names of named tuples and fsspec."""
@@ -51,6 +51,18 @@ def test_imports_point_downwards_or_to_the_right():
     found = list(imports(place))
     assert len(found) > 500
     assert [where for own, part, where in found if place[part] <= place[own]] == []
+
+
+def test_the_package_imports_nothing_that_lies_beside_it():
+    beside = {path.stem for path in (*ROOT.glob("*.py"), *(ROOT / folder for folder in FOLDERS))} - {"diffusion"}
+    found = {
+        (file, name)
+        for file, tree in sources().items()
+        if file.startswith("diffusion/")
+        for name in imported_names(tree).values()
+        if name.partition(".")[0] in beside
+    }
+    assert found == set()
 
 
 def named_files(text: str) -> list[str]:

@@ -108,7 +108,7 @@ def test_a_run_its_supervisor_and_its_watchers_expose_what_the_dashboard_asks_fo
     evaluation = [
         *("evaluate.py", "tests/tools/toy_evaluation.yaml", "watch=true", f"model={run}", f"output_folder={output}"),
         *("poll_seconds=0.2", "guidance_scales=[1.0]", "protocol.metrics=[]", "protocol.reference=null"),
-        *("protocol.compositional={suite: shapes, images_per_prompt: 1}", "protocol.prompts=null"),
+        *("protocol.compositional={suite: demo.shape_checks.shapes, images_per_prompt: 1}", "protocol.prompts=null"),
     ]
     queue = server.start(0, [*evaluation, "watch_only=true", f"loggers.prometheus.port={ports[2]}"])
     try:

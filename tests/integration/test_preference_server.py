@@ -21,10 +21,10 @@ import requests
 from itsdangerous import Signer, TimestampSigner
 from PIL import Image
 
+from apps.preference.images import collect
+from apps.preference.server import BURST, RateLimit, open_server
+from apps.preference.store import Settings, Store
 from diffusion.errors import ConfigurationError
-from diffusion.evaluation.preference.images import collect
-from diffusion.evaluation.preference.server import BURST, RateLimit, open_server
-from diffusion.evaluation.preference.store import Settings, Store
 from tests.tools.devtools import CHROMIUM, Tab
 from tests.tools.forking import free_port
 from tests.tools.preference_studies import MODELS, SCRIPT, serving, write_models

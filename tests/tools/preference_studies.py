@@ -15,8 +15,8 @@ import numpy as np
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from diffusion.evaluation.preference.images import BLANK, NOISE, collect
-from diffusion.evaluation.preference.store import Kind, Settings, Store
+from apps.preference.images import BLANK, NOISE, collect
+from apps.preference.store import Kind, Settings, Store
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "preference.py"
 MODELS = ("secretmodel-one", "secretmodel-two", "secretmodel-three")

@@ -3,7 +3,7 @@
 from statistics import fmean
 
 from benchmarks.wrong_captions import Agreement, WrongCaptions
-from diffusion.evaluation.shapes import caption, draw, scenes
+from demo.scenes import caption, draw, scenes
 
 
 def test_scores_separate_wrong_captions_from_right_ones() -> None:

@@ -1,8 +1,8 @@
 import pytest
 
 from demo.report import labelled_grid, write_report
+from demo.scenes import COLOURS, SHAPES, draw, prompts
 from demo.score import oracle_rates, rates, score_model
-from diffusion.evaluation.shapes import COLOURS, SHAPES, draw, prompts
 from diffusion.models import tiny
 
 

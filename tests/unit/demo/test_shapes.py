@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from demo import scenes as shapes
+from demo.scenes import Scene, Thing
 from demo.shapes import write_data_set
 from diffusion.config.model import Architecture
-from diffusion.evaluation import shapes
-from diffusion.evaluation.shapes import Scene, Thing
 from diffusion.models.tokenizers import build_tokenizer
 
 NUM_IMAGES = 120

@@ -12,6 +12,9 @@ import torch
 from PIL import Image
 from torchvision.ops import box_iou
 
+from demo.scenes import BACKGROUNDS, COLOURS, SHAPES, Scene, Thing, draw
+from demo.scenes import prompts as shape_scenes
+from demo.shape_checks import ShapesOracle, shape_checks
 from diffusion.config.model import Architecture
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.config import CompositionalConfig
@@ -26,9 +29,6 @@ from diffusion.evaluation.object_checks import (
     read_checks,
     relations,
 )
-from diffusion.evaluation.shape_checks import ShapesOracle, shape_checks
-from diffusion.evaluation.shapes import BACKGROUNDS, COLOURS, SHAPES, Scene, Thing, draw
-from diffusion.evaluation.shapes import prompts as shape_scenes
 from diffusion.models.architectures import with_seed
 from diffusion.models.tokenizers import build_tokenizer
 
@@ -201,7 +201,9 @@ def asked_for(check):
 
 @pytest.mark.parametrize("side", [32, 64])
 def test_the_oracle_finds_drawn_objects_only(tmp_path, side):
-    suite = ObjectChecks.open(CompositionalConfig(images_per_prompt=1), torch.device("cpu"))
+    suite = ObjectChecks.open(
+        CompositionalConfig(suite="demo.shape_checks.shapes", images_per_prompt=1), torch.device("cpu")
+    )
     assert suite.detector.identity == ShapesOracle.identity
     single, pairs = shape_scenes()
     counted = [asked_for(check) for check in suite.items if check.category == "count"]
@@ -248,6 +250,13 @@ def test_a_count_is_of_that_colour_and_of_no_more_of_that_shape(num, colour, mor
     assert is_shown(check, ShapesOracle().find(draw(scene, 64), [], [])) is expected
 
 
-def test_a_suite_of_other_things_needs_a_detector():
+def test_a_suite_of_other_things_needs_a_detector(tmp_path: Path) -> None:
+    suite = tmp_path / "geneval.jsonl"
+    suite.write_text('{"prompt": "a cat", "include": [{"class": "cat"}]}\n')
     with pytest.raises(ConfigurationError, match="OWL-ViT"):
-        ObjectChecks.open(CompositionalConfig(suite="geneval.jsonl"), torch.device("cpu"))
+        ObjectChecks.open(CompositionalConfig(suite=str(suite)), torch.device("cpu"))
+
+
+def test_the_old_name_of_the_shapes_names_the_new_one():
+    with pytest.raises(ConfigurationError, match=r"demo\.shape_checks\.shapes"):
+        ObjectChecks.open(CompositionalConfig(suite="shapes"), torch.device("cpu"))

@@ -8,10 +8,10 @@ import pytest
 from PIL import Image
 from streaming import MDSWriter
 
+from apps.preference.images import collect
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.evaluation.config import ReferenceConfig
 from diffusion.evaluation.images import PreparedSamples, open_reference, smallest_hashes
-from diffusion.evaluation.preference.images import collect
 from diffusion.evaluation.prompts import LISTING, Prompt, read_listing, read_prompts, write_listing
 from diffusion.preparation.takedown import take_down
 from tests.tools.image_files import write_folder

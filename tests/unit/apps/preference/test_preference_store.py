@@ -5,10 +5,10 @@ from collections import Counter
 import pandas as pd
 import pytest
 
+from apps.preference.images import collect
+from apps.preference.report import make_report, to_csv, write_report
+from apps.preference.store import Kind, schedule
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.evaluation.preference.images import collect
-from diffusion.evaluation.preference.report import make_report, to_csv, write_report
-from diffusion.evaluation.preference.store import Kind, schedule
 from tests.tools.preference_studies import MODELS, attentive, check, open_study, rate_all, vote, write_models
 
 SHOWN = [

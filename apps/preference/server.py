@@ -21,9 +21,9 @@ from itsdangerous import BadSignature, Signer
 from waitress.server import create_server
 from werkzeug.exceptions import SecurityError
 
+from apps.preference.images import ImageSet, check_image, served_image
+from apps.preference.store import ANSWERS, QUESTIONS, Presentation, Store, generator
 from diffusion.errors import MachineError
-from diffusion.evaluation.preference.images import ImageSet, check_image, served_image
-from diffusion.evaluation.preference.store import ANSWERS, QUESTIONS, Presentation, Store, generator
 from diffusion.launch import LOOPBACK
 
 REQUESTS_PER_SECOND, BURST = 10.0, 1000

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from diffusion.evaluation.preference.statistics import (
+from apps.preference.statistics import (
     bootstrap,
     bradley_terry,
     krippendorff_alpha,

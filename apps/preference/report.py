@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from diffusion.evaluation.preference.images import BLANK, NOISE
-from diffusion.evaluation.preference.statistics import (
+from apps.preference.images import BLANK, NOISE
+from apps.preference.statistics import (
     Array,
     bootstrap,
     bradley_terry,
@@ -21,10 +21,10 @@ from diffusion.evaluation.preference.statistics import (
     share_of_decided,
     wilson,
 )
-from diffusion.evaluation.preference.store import QUESTIONS, Kind
+from apps.preference.store import QUESTIONS, Kind
 from diffusion.files import csv_text, write_json
 from diffusion.reports.figures import COLOURS, GREY, plain, save_png, subplots, svg_uri
-from diffusion.reports.page import TEMPLATES, write_page
+from diffusion.reports.page import write_page
 
 _TIE = -9
 """In place of the preferred model."""
@@ -226,7 +226,7 @@ def write_report(report: Report, folder: Path) -> None:
         "reliability": reliability,
         "raters": _shown(report.raters, ["median_seconds"], "{:.1f}"),
     }
-    write_page(folder / "index.html", TEMPLATES / "preference.html", values)
+    write_page(folder / "index.html", Path(__file__).with_suffix(".html"), values)
 
 
 def _shown(table: pd.DataFrame, columns: Sequence[str], pattern: str) -> pd.DataFrame:

@@ -16,8 +16,7 @@ import numpy as np
 from PIL import Image
 from scipy import ndimage
 
-from diffusion.evaluation.object_checks import Check, Detection, Wanted
-from diffusion.evaluation.shapes import (
+from demo.scenes import (
     COLOURS,
     POSITIONS,
     SHAPES,
@@ -29,6 +28,7 @@ from diffusion.evaluation.shapes import (
     draw,
     prompts,
 )
+from diffusion.evaluation.object_checks import Check, CheckSuite, Detection, Wanted
 
 SIDE = 64
 """Pixels of the shorter side to which every image is scaled."""
@@ -247,6 +247,11 @@ def _relation(first: Detection, second: Detection) -> str:
     if abs(right) > abs(down):
         return "left of" if right < 0 else "right of"
     return "above" if down < 0 else "below"
+
+
+def shapes() -> CheckSuite:
+    """Checks of the demo and their oracle, as `protocol.compositional.suite` takes them."""
+    return CheckSuite(checks=shape_checks(), colours=tuple(COLOURS), detector=ShapesOracle())
 
 
 def shape_checks() -> list[Check]:

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from apps.preference.images import BLANK, NOISE, ImageSet
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.evaluation.preference.images import BLANK, NOISE, ImageSet
 from diffusion.files import atomic_path, hash_file, unique_partial
 
 _FORMAT = 1

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFilter
 
+from demo import scenes as shapes
+from demo.scenes import Scene, Thing
+from demo.shape_checks import ANY_SHAPE, Score, ShapesOracle, score
 from demo.shapes import SHORTER_SIDES
-from diffusion.evaluation import shapes
-from diffusion.evaluation.shape_checks import ANY_SHAPE, Score, ShapesOracle, score
-from diffusion.evaluation.shapes import Scene, Thing
 
 NUM_SCENES = 200
 
