@@ -3,12 +3,10 @@
     python scripts/plan.py yamls/phase1.yaml yamls/phase2.yaml                    # the published fleets of A100
     python scripts/plan.py yamls/phase1.yaml yamls/phase2.yaml --fleets fleets.json --samples 790e6 300e6
     python scripts/plan.py yamls/phase1.yaml yamls/phase2.yaml --fleet phase1=32xA100 phase2=64xA100
-    python scripts/plan.py yamls/phase1.yaml yamls/phase2.yaml --deadline 14 --dollars 20000
     python scripts/plan.py yamls/phase1.yaml --measured rows.jsonl --gpus 8 32 128 --price 3.5 --network-gb 100
 
 The YAMLs are consecutive runs. A fleet is one of the published table, an object of a JSON list, or a number of GPUs
-measured by `python -m benchmarks`. Days exclude failures; a column adds them at the recommended interval between
-checkpoints. A deadline includes them. `--published` lists the figures of the write-ups, and their contradictions.
+measured by `python -m benchmarks`. Days exclude failures and restarts.
 """
 
 import json
@@ -39,9 +37,6 @@ def build_parser() -> CommandParser:
     parser.add_argument(
         "--fleet", nargs="+", default=[], metavar="RUN=NxKIND", help="a fleet for each run, by its name"
     )
-    parser.add_argument("--deadline", type=float, metavar="DAYS", help="find the cheapest fleet for each run in time")
-    parser.add_argument("--dollars", type=float, help="show how many steps of each run they pay for")
-    parser.add_argument("--published", action="store_true", help="only list the published figures")
     parser.add_argument("--measured", type=Path, metavar="FILE", help="rows.jsonl of `python -m benchmarks` for a GPU")
     sizes = [8, 16, 32, 64, 128]
     parser.add_argument("--gpus", type=positive, nargs="+", default=sizes, help="with --measured: fleet sizes")
@@ -52,7 +47,6 @@ def build_parser() -> CommandParser:
     parser.add_argument("--storage-price", type=float, default=0.0, help="dollars per TB and month")
     parser.add_argument("--egress-price", type=float, default=0.0, help="dollars per TB read from the store")
     parser.add_argument("--gpu-hours-between-failures", type=float, help="default: as in the published run")
-    parser.add_argument("--restart-seconds", type=float, default=600.0, help="from a failure to the next step")
     parser.add_argument("--save-seconds", type=float, default=30.0, help="stall of training for a checkpoint")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan as JSON")
     return parser
@@ -60,22 +54,18 @@ def build_parser() -> CommandParser:
 
 def main(arguments: Sequence[str]) -> None:
     """Plan and print."""
-    from diffusion.planning.published import CLAIMS, HARDWARE_FAILURES, TRAINING_A100_HOURS
+    from diffusion.planning.published import HARDWARE_FAILURES, TRAINING_A100_HOURS
 
     parser = build_parser()
     options = parser.parse_intermixed_args(list(arguments))
-    if options.published:
-        print("\n".join(map(str, CLAIMS)))
-        return
     if not options.configs:
         parser.error("give the YAML of at least one run")
     configs = load_configs(options.configs, options.samples)
 
-    from diffusion.planning.fleets import Failures, cheapest_budget, format_budgets, make_budget
+    from diffusion.planning.fleets import Failures, format_budgets, make_budget
 
     failures = Failures(
         gpu_hours_between=options.gpu_hours_between_failures or TRAINING_A100_HOURS / HARDWARE_FAILURES,
-        restart_seconds=options.restart_seconds,
         save_seconds=options.save_seconds,
     )
     settings = {
@@ -88,35 +78,15 @@ def main(arguments: Sequence[str]) -> None:
     if options.fleet:
         choices = [choose_fleets(options.fleet, configs, fleets)]
     budgets = [make_budget(configs, chosen, **settings) for chosen in choices]
-    print(format_budgets(budgets, failures, options.dollars))
-    if options.deadline is not None:
-        check_prices(fleets)
-        best = cheapest_budget(configs, fleets, options.deadline, **settings)
-        print(f"\nWithin {options.deadline:g} days, with failures: {describe(best)}")
+    print(format_budgets(budgets, failures))
     if options.json is not None:
         options.json.write_text(json.dumps([as_json(budget) for budget in budgets], indent=2) + "\n", encoding="utf-8")
 
 
-def describe(budget: "Budget | None") -> str:
-    """A budget in a line."""
-    if budget is None:
-        return "no fleet is fast enough"
-    days, hours = f"{budget.days_with_failures:,.2f} days", f"{budget.gpu_hours:,.0f} GPU-hours"
-    return f"{budget.name}, {days}, {hours}, ${budget.cost:,.0f}"
-
-
 def as_json(budget: "Budget") -> dict[str, Any]:
     """A budget with its sums."""
-    sums = ("name", "days", "days_with_failures", "gpu_hours", "gpu_cost", "storage_cost", "egress_cost", "cost")
+    sums = ("name", "days", "gpu_hours", "gpu_cost", "storage_cost", "egress_cost", "cost")
     return {**{name: getattr(budget, name) for name in sums}, **asdict(budget)}
-
-
-def check_prices(fleets: "Sequence[Fleet]") -> None:
-    """Refuse fleets whose cost is not known."""
-    if unknown := [fleet.name for fleet in fleets if fleet.price_per_gpu_hour is None]:
-        raise ConfigurationError(
-            f"--deadline compares costs, and {', '.join(unknown)} has no price: add it, or --price"
-        )
 
 
 def choose_fleets(words: Sequence[str], configs: Sequence[Config], fleets: "Sequence[Fleet]") -> "list[Fleet]":

@@ -1,6 +1,5 @@
 """Fleets of GPUs side by side: throughput, and time and cost of several runs together, each on its fleet."""
 
-import itertools
 import json
 import math
 import re
@@ -70,12 +69,9 @@ A100_FLEETS = [
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """Independent failures of GPUs, and their cost in time."""
+    """Independent failures of GPUs, and what a checkpoint takes."""
 
     gpu_hours_between: float = TRAINING_A100_HOURS / HARDWARE_FAILURES
-    restart_seconds: float = 600.0
-    """From a failure to the next step."""
-
     save_seconds: float = 30.0
     """Stall of a step that saves a checkpoint."""
 
@@ -86,21 +82,6 @@ class Failures:
         """
         return math.sqrt(2 * self.save_seconds * self.gpu_hours_between * 3600 / num_gpus)
 
-    def expected_seconds(self, work: float, interval: float, num_gpus: int) -> float:
-        """Mean duration of a run (Daly 2006, equation 13).
-
-        (M + restart) (exp((interval + save) / M) - 1) for each interval: after a failure the run restarts and repeats
-        the work since its newest checkpoint.
-
-        Args:
-            work: seconds of training.
-            interval: seconds of training between two checkpoints.
-            num_gpus: GPUs of the fleet.
-        """
-        mean = self.gpu_hours_between * 3600 / num_gpus
-        segment = (mean + self.restart_seconds) * math.expm1((interval + self.save_seconds) / mean)
-        return work / interval * segment
-
 
 @dataclass(frozen=True, kw_only=True)
 class FleetRun:
@@ -110,9 +91,6 @@ class FleetRun:
     plan: Plan
     storage_cost: float | None
     egress_cost: float | None
-    days_with_failures: float
-    """Mean with checkpoints, failures and restarts."""
-
     save_interval_steps: int
     """Recommended."""
 
@@ -152,11 +130,6 @@ class Budget:
         return sum(plan.days or 0.0 for plan in self.plans)
 
     @property
-    def days_with_failures(self) -> float:
-        """Mean with checkpoints, failures and restarts."""
-        return sum(run.days_with_failures for run in self.runs)
-
-    @property
     def gpu_hours(self) -> float:
         """GPU hours of all runs."""
         return sum(plan.gpu_hours or 0.0 for plan in self.plans)
@@ -180,17 +153,6 @@ class Budget:
     def cost(self) -> float | None:
         """Sum of known costs; None without prices of all GPUs."""
         return sum_known(run.cost for run in self.runs)
-
-    def affordable_steps(self, dollars: float) -> list[int] | None:
-        """Steps of each run that an amount pays for, one run after the other; None without a price."""
-        steps = []
-        for run in self.runs:
-            if run.cost is None:
-                return None
-            share = min(1.0, dollars / run.cost)
-            steps.append(int(share * run.plan.num_iterations))
-            dollars = max(0.0, dollars - run.cost)
-        return steps
 
 
 def sum_known(values: Iterable[float | None]) -> float | None:
@@ -235,7 +197,6 @@ def plan_on(
         plan=plan,
         storage_cost=_cost(storage_per_tb_month, _stored_tb_months(plan)),
         egress_cost=_cost(egress_per_tb / 1e12, plan.tiers.fetched_bytes),
-        days_with_failures=failures.expected_seconds(seconds, interval, fleet.num_gpus) / SECONDS_PER_DAY,
         save_interval_steps=max(1, round(interval / seconds * plan.num_iterations)),
         problems=rank_problems(config, fleet.num_gpus),
     )
@@ -244,18 +205,6 @@ def plan_on(
 def make_budget(configs: Sequence[Config], fleets: Sequence[Fleet], **options: Any) -> Budget:
     """Compute time and cost of runs, each on its fleet; options as for `plan_on`."""
     return Budget(runs=[plan_on(*pair, **options) for pair in zip(configs, fleets, strict=True)])
-
-
-def cheapest_budget(configs: Sequence[Config], fleets: Sequence[Fleet], days: float, **options: Any) -> Budget | None:
-    """Cheapest choice of a fleet for each run that ends within a number of days, failures included.
-
-    None if there is no such choice. Options as for `plan_on`. All fleets have prices.
-    """
-    plans = [[plan_on(config, fleet, **options) for fleet in fleets] for config in configs]
-    choices = [[run for run in of_config if not run.problems] for of_config in plans]
-    budgets = [Budget(runs=list(runs)) for runs in itertools.product(*choices)]
-    in_time = [budget for budget in budgets if budget.days_with_failures <= days]
-    return min(in_time, key=lambda budget: (budget.cost, budget.days), default=None)
 
 
 def fleet_called(name: str, fleets: Sequence[Fleet]) -> Fleet:
@@ -461,8 +410,8 @@ def fleets_from_benchmark(
 # Tables
 
 
-def format_budgets(budgets: Sequence[Budget], failures: Failures, dollars: float | None = None) -> str:
-    """Write time and cost of the same runs on several fleets, side by side, and the steps that dollars pay for."""
+def format_budgets(budgets: Sequence[Budget], failures: Failures) -> str:
+    """Write time and cost of the same runs on several fleets, side by side."""
     plans = budgets[0].plans
     tables = {
         "Together " + " and ".join(f"{plan.num_images:,} images ({plan.run_name})" for plan in plans): [
@@ -472,13 +421,11 @@ def format_budgets(budgets: Sequence[Budget], failures: Failures, dollars: float
         "Data and checkpoints": [_data_row(plan) for plan in plans],
         "Tiers of storage": [_tier_row(run) for budget in budgets for run in budget.runs],
     }
-    if dollars is not None:
-        tables[f"Steps for ${dollars:,.0f}"] = [_steps_row(budget, dollars) for budget in budgets]
     parts = [f"{title}\n{_table(rows)}\n" for title, rows in tables.items()]
     notes = f"""Assumed
   - Images per second at other resolutions and of other networks go by floating-point operations.
-  - One failure in {failures.gpu_hours_between:,.0f} GPU-hours, {failures.restart_seconds:g} s to restart, \
-{failures.save_seconds:g} s for a checkpoint, at the recommended interval.
+  - Interval of checkpoints: for one failure in {failures.gpu_hours_between:,.0f} GPU-hours and stalls of \
+{failures.save_seconds:g} s.
   - Storage: data and kept checkpoints, for the days of each run. Egress: of runs with data.remote, each sample once
     where the nodes' disks hold what they read, else in every epoch."""
     impossible = [
@@ -508,17 +455,7 @@ def _cost_row(budget: Budget) -> dict[str, str]:
         "cost": shown(budget.gpu_cost, "${:,.0f}"),
         "+ storage": shown(budget.storage_cost, "${:,.0f}"),
         "+ egress": shown(budget.egress_cost, "${:,.0f}"),
-        "with failures": f"{budget.days_with_failures:,.2f} days",
         **{f"{run.plan.run_name} save": f"{run.save_interval_steps:,}ba" for run in budget.runs},
-    }
-
-
-def _steps_row(budget: Budget, dollars: float) -> dict[str, str]:
-    steps = budget.affordable_steps(dollars)
-    numbers = [None] * len(budget.runs) if steps is None else steps
-    return {"fleet": budget.name} | {
-        plan.run_name: shown(number, f"{{:,}} of {plan.num_iterations:,}")
-        for plan, number in zip(budget.plans, numbers, strict=True)
     }
 
 
