@@ -22,7 +22,7 @@ from benchmarks.leaderboard import RESOLUTION
 from demo.scenes import COLOURS, SHAPES, Scene, draw, scenes
 from diffusion.files import write_json
 from diffusion.launch import CommandParser, run_command
-from diffusion.models.alignment import PREPROCESSOR
+from diffusion.models.ingredients.alignment import PREPROCESSOR
 
 PAIRS = [(colour, shape) for colour in COLOURS for shape in SHAPES]
 NUM_IMAGES, NUM_TRAINED = 20_000, 19_000

@@ -63,7 +63,7 @@ def _show_plan(config: Config, say: Callable[[str], None]) -> None:
     num_ranks = config.plan.num_gpus or world_size()
     model = config.model
     check(config, world_size=num_ranks, side_factor=side_factor(model), num_text_tokens=num_text_tokens(model))
-    check_plugins(config.plugins)
+    check_plugins(config)
     check_objective(config)
     say(to_public_yaml(config))
     say(format_plan(plan_run(config, world_size=world_size()), missing_locations(config) | absent_streams(config)))

@@ -18,7 +18,6 @@ from huggingface_hub import HfApi, ModelCardData, constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import CLIPTextModel
 
 from diffusion.checkpointing.layout import batch_of
 from diffusion.config.frozen import FrozenPaths
@@ -31,8 +30,9 @@ from diffusion.files import atomic_path
 from diffusion.formats.run_folder import CHECKPOINTS
 from diffusion.loading import OTHER_PATHS, Trained, read_trained
 from diffusion.models.architectures import ARCHITECTURES, build_network
+from diffusion.models.ingredients import find_ingredients
+from diffusion.models.ingredients.lora import has_lora, kohya_layout, write_lora
 from diffusion.models.ldm_layout import single_file, unet_names
-from diffusion.models.lora import has_lora, kohya_layout, write_lora
 from diffusion.models.model_folders import hub_unavailable_reason
 from diffusion.models.networks import Network
 from diffusion.models.pretrained import (
@@ -45,8 +45,6 @@ from diffusion.models.pretrained import (
 )
 from diffusion.models.prompt_encoder import has_own_encoding, write_prompt_encoder
 from diffusion.models.sampling import build_noise_scheduler, exported_scheduler
-from diffusion.models.score_conditioning import build_score_embedding, fold_scores
-from diffusion.models.text_adapter import TextAdapter, build_text_adapter, with_adapter
 from diffusion.models.text_encoders import LanguageModel
 from diffusion.reports.run import find_results
 from diffusion.reports.tables import markdown_table
@@ -122,14 +120,13 @@ def export(
     component = ARCHITECTURES[config.model.architecture].component
     if config.task is not Task.diffusion:
         raise ConfigurationError(f"{path} is a run of {config.task.value}, whose result is exported already: RUN/vae")
-    unnamed = {
-        "a transformer": component != "unet",
-        "a text adapter": config.model.text_adapter is not None,
-        "a language model": config.model.text_encoder.path is not None,
-    }
-    if layout is not Layout.diffusers and any(unnamed.values()):
-        part = next(part for part, is_here in unnamed.items() if is_here)
-        raise ConfigurationError(f"{path} has {part}, for which {layout.value} has no names: use the diffusers layout")
+    unnamed = ["a transformer"] if component != "unet" else []
+    unnamed += [one.name_in_exports for one in find_ingredients(config.model) if one.name_in_exports]
+    unnamed += ["a language model"] if config.model.text_encoder.path is not None else []
+    if layout is not Layout.diffusers and unnamed:
+        raise ConfigurationError(
+            f"{path} has {unnamed[0]}, for which {layout.value} has no names: use the diffusers layout"
+        )
     if (lora_only or layout is Layout.kohya) and not has_lora(trained.weights):
         raise ConfigurationError(f"{path} was trained without model.lora: export it as a whole")
     if lora_only and component == "transformer":
@@ -140,7 +137,7 @@ def export(
     if unknown := sorted(scores.keys() - {*config.model.score_names}):
         raise ConfigurationError(f"{path} was not trained with the score {unknown[0]}: leave it out")
     if not is_lora:
-        trained = _with_scores(trained, scores)
+        trained = _without_ingredients(trained, scores)
     licences = licences or Licences()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -154,24 +151,21 @@ def export(
             (partial / "README.md").write_text(card, encoding="utf-8")
             if lora_only:
                 assert config.model.lora is not None
-                write_lora(partial, trained.part(component, with_lora=True), config.model.lora)
+                write_lora(partial, trained.part(component, is_merged=False), config.model.lora)
             else:
                 _write_pipeline(partial, trained)
     except OSError as error:
         raise MachineError(f"{out} cannot be written: {error.strerror or error}. Choose another folder") from error
 
 
-def _with_scores(trained: Trained, scores: Mapping[str, float]) -> Trained:
-    """Merge LoRA, and fold scores into the network, which needs no embedding of them then."""
-    config = trained.config.model
-    if config.score_conditioning is None:
-        return trained
-    component = ARCHITECTURES[config.architecture].component
+def _without_ingredients(trained: Trained, scores: Mapping[str, float]) -> Trained:
+    """Return weights whose network needs no ingredients in sampling."""
+    config, weights = trained.config.model, trained.merged
     with torch.device("meta"):
         network = build_network(config)
-    embedding = build_score_embedding(config.score_conditioning, network)
-    embedding.load_state_dict(trained.part("score_embedding"))
-    return replace(trained, weights=fold_scores(trained.merged, component, embedding, scores))
+    for ingredient in find_ingredients(config):
+        weights = ingredient.exported(weights, network, scores)
+    return replace(trained, weights=weights)
 
 
 def _single_file(trained: Trained, layout: Layout) -> dict[str, Tensor]:
@@ -183,7 +177,7 @@ def _single_file(trained: Trained, layout: Layout) -> dict[str, Tensor]:
             network = build_network(config.model)
         assert isinstance(network, UNet2DConditionModel)
         names = unet_names(network) if spec.text_encoder_2 is not None else {}
-        return kohya_layout(trained.part(spec.component, with_lora=True), config.model.lora, names)
+        return kohya_layout(trained.part(spec.component, is_merged=False), config.model.lora, names)
     if layout is Layout.diffusers:
         return {name: tensor.contiguous() for name, tensor in trained.part(spec.component).items()}
     network, frozen = _parts(trained)
@@ -215,15 +209,10 @@ def _parts(trained: Trained) -> tuple[Network, FrozenParts]:
 def _write_pipeline(folder: Path, trained: Trained) -> None:
     config = trained.config
     network, frozen = _parts(trained)
-    adapter = None
-    if config.model.text_adapter is not None:
-        adapter = build_text_adapter(config.model.text_adapter, frozen.text_encoder)
-        adapter.load_state_dict(trained.part("text_adapter"))
     if has_own_encoding(config.model):
-        write_prompt_encoder(folder, config.model, adapter)
-    elif isinstance(adapter, TextAdapter):
-        assert isinstance(frozen.text_encoder, CLIPTextModel)
-        frozen = replace(frozen, text_encoder=with_adapter(frozen.text_encoder, adapter))
+        write_prompt_encoder(folder, config.model)
+    for ingredient in find_ingredients(config.model):
+        frozen = ingredient.write(folder, frozen, trained.part(ingredient.part))
     write_pipeline(
         folder,
         network=network,

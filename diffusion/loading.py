@@ -19,9 +19,9 @@ from diffusion.ema.posthoc import AVERAGE_SUFFIX
 from diffusion.errors import ConfigurationError, UserError, error_context
 from diffusion.formats.run_folder import CONFIG
 from diffusion.models.build import build_model, load_weights
+from diffusion.models.ingredients import find_ingredients, merged
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.ldm_layout import read_single_file
-from diffusion.models.lora import has_lora, merged
 from diffusion.models.pretrained import (
     check_identities,
     is_pipeline,
@@ -48,7 +48,7 @@ class Trained:
     config: Config
 
     weights: dict[str, Tensor]
-    """Weights by their names in the model, with LoRA's matrices if it was trained with LoRA."""
+    """Weights by their names in the model, as they were trained."""
 
     label: str = ""
     """Which weights of the checkpoint: `raw`, `ema` ...; empty for a file."""
@@ -70,13 +70,13 @@ class Trained:
 
     @property
     def merged(self) -> dict[str, Tensor]:
-        """Weights with LoRA merged."""
-        return _without_lora(self.weights, self.config)
+        """Weights for sampling: matrices of LoRA are merged."""
+        return merged(self.weights, self.config.model)
 
-    def part(self, name: str, *, with_lora: bool = False) -> dict[str, Tensor]:
-        """Weights of a part of the model by their names in it, with LoRA merged or as it is."""
+    def part(self, name: str, *, is_merged: bool = True) -> dict[str, Tensor]:
+        """Weights of a part of the model by their names in it, merged or as they were trained."""
         prefix = f"{name}."
-        weights = self.weights if with_lora else self.merged
+        weights = self.merged if is_merged else self.weights
         return {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
 
 
@@ -116,8 +116,8 @@ def _read_trained(path: str | Path, weights: str) -> Trained:
         file = Path(path).expanduser()
         config = load_config_of(file)
         average = read_safetensors(file)
-        if config.model.lora is not None:
-            # The average has LoRA's matrices only; the other weights never change.
+        if any(ingredient.freezes_weights for ingredient in find_ingredients(config.model)):
+            # The average has trained weights only.
             average = read_weights(resolve_checkpoint(str(_config_beside(file).parent)), "raw") | average
         identities = {}
         with suppress(UserError):  # The run's checkpoints may be elsewhere.
@@ -136,8 +136,8 @@ def _read_trained(path: str | Path, weights: str) -> Trained:
 def load_model(path: str | Path, *, weights: str = "raw", paths: FrozenPaths | None = None) -> LatentDiffusion:
     """Build the model of a checkpoint, on the CPU and in eval mode; arguments as for `read_trained`.
 
-    VAE and text encoder come from the paths in the configuration of the checkpoint, or from `paths`. What serves
-    training only (`model.alignment`) is left out.
+    VAE and text encoder come from the paths in the configuration of the checkpoint, or from `paths`. Ingredients that
+    serve training only are left out.
 
     Raises:
         ConfigurationError: there is no checkpoint, or it does not fit; or VAE or text encoder are not those of its
@@ -147,9 +147,9 @@ def load_model(path: str | Path, *, weights: str = "raw", paths: FrozenPaths | N
     trained = read_trained(path, weights=weights, paths=paths)
     log.info("loading %s weights of %s", trained.label or "averaged", trained.path)
     config = trained.config
-    options = replace(config.model, alignment=None)
     with error_context(f"{trained.path} {OTHER_PATHS}"):
-        model = build_model(options, config.objective, resolution=config.data.resolution, seed=config.seed)
+        options = {"resolution": config.data.resolution, "seed": config.seed, "for_training": False}
+        model = build_model(config.model, config.objective, **options)
     trained.check_parts(model.identities())
     load_weights(model, trained.merged, str(trained.path))
     return model.eval()
@@ -178,7 +178,7 @@ def read_initial(config: InitFromConfig, model: LatentDiffusion) -> dict[str, Te
         except ConfigurationError as error:
             log.warning("%s", error)
     stored = read_weights(checkpoint, config.weights, is_checked=True)
-    return _without_lora(stored, load_config_of(checkpoint))
+    return merged(stored, load_config_of(checkpoint).model)
 
 
 def check_objective(config: Config) -> None:
@@ -215,13 +215,6 @@ def check_objective(config: Config) -> None:
             f"init_from.checkpoint: {start.checkpoint}: {found}. Set {remedy}, or init_from.new_objective=true if this "
             "is intended"
         )
-
-
-def _without_lora(weights: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
-    if not has_lora(weights):
-        return weights
-    assert config.model.lora is not None, "weights with LoRA come with its configuration"
-    return merged(weights, config.model.lora)
 
 
 def _config_beside(file: Path) -> Path:

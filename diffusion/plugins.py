@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from diffusion.config.fields import Plugin
+from diffusion.config.schema import Config
 from diffusion.config.secrets import redact
-from diffusion.config.training import Plugin, PluginsConfig
 from diffusion.errors import ConfigurationError, raise_all, similar_names
 
 Built = TypeVar("Built")
@@ -88,17 +89,15 @@ def import_plugin(plugin: Plugin, key: str) -> Callable[..., Any]:
     return factory
 
 
-def check_plugins(plugins: PluginsConfig) -> None:
+def check_plugins(config: Config) -> None:
     """Import all plug-ins of a run without building them.
 
     Raises:
         ConfigurationError: all mistakes.
     """
-    named = {
-        f"plugins.{group}.{number}": plugin
-        for group in ("callbacks", "loggers", "algorithms")
-        for number, plugin in enumerate(getattr(plugins, group))
-    }
+    plugins, groups = config.plugins, {"model.ingredients": config.model.ingredients}
+    groups |= {f"plugins.{group}": getattr(plugins, group) for group in ("callbacks", "loggers", "algorithms")}
+    named = {f"{group}.{number}": one for group, several in groups.items() for number, one in enumerate(several)}
     if plugins.train_dataset is not None:
         named["plugins.train_dataset"] = plugins.train_dataset
     problems = []

@@ -10,7 +10,7 @@ From here to the loss: `datasets/loader.py` gives the batches of `datasets/batch
 import copy
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,6 @@ from composer.optim import (
     LinearWithWarmupScheduler,
 )
 from composer.utils import dist, get_device, reproducibility
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils.data import DataLoader
 
@@ -70,8 +69,8 @@ from diffusion.models.architectures import ARCHITECTURES, build_vae, num_text_to
 from diffusion.models.autoencoder import initialise_logvar
 from diffusion.models.build import build_parts, load_weights
 from diffusion.models.fast.compilation import compile_text_encoder
+from diffusion.models.ingredients import adapt
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.lora import add_lora
 from diffusion.models.networks import cast_positions
 from diffusion.models.pretrained import check_identities, is_pipeline, is_single_file, read_vae
 from diffusion.models.tokenizers import caption_tokenizer
@@ -117,7 +116,7 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
     shape = {"side_factor": side_factor(config.model), "num_text_tokens": num_text_tokens(config.model)}
     is_own = build is not None
     agree(lambda: check(config, world_size=dist.get_world_size(), **shape, may_be_random=is_own))
-    agree(lambda: check_plugins(config.plugins))
+    agree(lambda: check_plugins(config))
     config = with_absolute_paths(config)
     folder = Path(config.output_folder).expanduser()
     agree(lambda: record_config(folder, config, overwrite=False))
@@ -198,7 +197,8 @@ def with_absolute_paths(config: Config) -> Config:
     """Make the paths of frozen parts absolute: a checkpoint is used from other working directories, too."""
     config = copy.deepcopy(config)
     model = config.model
-    sections = [(model, "pretrained"), (model, "vae"), (model.text_encoder, "path"), (model.alignment, "path")]
+    sections = [(model, "pretrained"), (model, "vae"), (model.text_encoder, "path")]
+    sections += [(section, "path") for section in model.ingredient_sections.values()]
     for section, key in [*sections, (config.autoencoder, "vgg_weights")]:
         source = getattr(section, key, None)
         if source and (path := Path(source).expanduser()).exists():  # Others are hub names.
@@ -283,8 +283,7 @@ def build_training_model(config: Config, device: Device, *, is_new: bool = True)
     if config.task == Task.autoencoder:
         return with_seed(config.seed, lambda: _build_autoencoder(config, is_new))
     parts = build_parts(config.model, config.objective, resolution=config.data.resolution, seed=config.seed)
-    model = LatentDiffusionTraining(**parts)
-    model.num_slots = config.data.global_batch_size
+    model = LatentDiffusionTraining(**parts, num_slots=config.data.global_batch_size)
     fast.apply(model.network, config.performance, device)
     if config.performance.compile_text_encoder:
         compile_text_encoder(model.text_encoder, model.network)
@@ -292,30 +291,14 @@ def build_training_model(config: Config, device: Device, *, is_new: bool = True)
         model.network.enable_gradient_checkpointing()
         if config.trainer.parallelism is Parallelism.fsdp and config.trainer.precision in AUTOCAST_DTYPES:
             cast_positions(model.network, AUTOCAST_DTYPES[config.trainer.precision])
+    initial = None
     if is_new and config.init_from is not None:
         check_objective(config)
         with error_context("init_from.checkpoint"):
             initial = read_initial(config.init_from, model)
-            if config.model.lora is not None:
-                _check_parts_beside_lora(model, initial, config.init_from.checkpoint)
             load_weights(model, initial, config.init_from.checkpoint)
-    if config.model.lora is not None:
-        add_lora(model.network, config.model.lora, config.seed)
-        if model.text_adapter is not None:
-            model.text_adapter.requires_grad_(False)
-        if model.score_embedding is not None:
-            model.score_embedding.requires_grad_(False)
+    adapt(model.network, model.ingredients, initial, config.seed)
     return model
-
-
-def _check_parts_beside_lora(model: LatentDiffusion, initial: Mapping[str, Tensor], source: str) -> None:
-    """Reject parts beside the network that LoRA would leave at their random weights."""
-    for part, key in (("text_adapter", "model.text_adapter"), ("score_embedding", "model.score_conditioning")):
-        if getattr(model, part) is not None and not any(name.startswith(f"{part}.") for name in initial):
-            raise ConfigurationError(
-                f"{source} has no weights for {key}, and with model.lora it is not trained. Remove {key}, or train "
-                "all weights first (model.lora=null)"
-            )
 
 
 def _build_autoencoder(config: Config, is_new: bool) -> AutoencoderTraining:

@@ -15,7 +15,7 @@ from composer import Callback, Event, Logger, State
 from composer.utils import dist
 
 from diffusion.files import read_json_lines
-from diffusion.models.latent_diffusion import Draws, LatentDiffusion
+from diffusion.models.latent_diffusion import Draws, Prediction
 
 
 class DrawTrace(Callback):
@@ -26,11 +26,13 @@ class DrawTrace(Callback):
         self._draws: list[Draws] = []
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Observe the model."""
-        model = getattr(state.model, "module", state.model)
-        assert isinstance(model, LatentDiffusion)
-        model.observer = self._draws.append
+        """Make the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
+
+    def after_forward(self, state: State, logger: Logger) -> None:
+        """Take what the model drew for a microbatch."""
+        assert isinstance(state.outputs, Prediction)
+        self._draws.append(state.outputs.draws)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Write the line of a step."""

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
-from torch import Tensor
 
 from diffusion.datasets.batch import BatchKey
-from diffusion.models.latent_diffusion import Batch, LatentDiffusion
+from diffusion.models.latent_diffusion import LatentDiffusion
 
 
 class StreamLosses(Callback):
@@ -33,14 +32,16 @@ class StreamLosses(Callback):
         self._totals = torch.zeros_like(self._sums)
         """Sums of all ranks in the steps before."""
 
-        model.loss_observer = self._add
+        self._model = model
 
     def init(self, state: State, logger: Logger) -> None:
         """Move the sums to the device."""
         self._sums, self._totals = map(state.device.tensor_to_device, (self._sums, self._totals))
 
-    def _add(self, errors: Tensor, batch: Batch) -> None:
+    @torch.no_grad()
+    def after_loss(self, state: State, logger: Logger) -> None:
         """Add the errors [B] of a microbatch, and their number, to the sums [2, streams]."""
+        errors, batch = self._model.sample_errors(state.outputs), state.batch  # pyright: ignore[reportArgumentType]
         of_stream = batch[BatchKey.STREAM] == torch.arange(len(self.streams), device=errors.device)[:, None]
         self._sums[0] += (of_stream * errors.double()).sum(dim=1)
         self._sums[1] += of_stream.sum(dim=1)

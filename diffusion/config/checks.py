@@ -120,8 +120,8 @@ def _random_parts(config: Config) -> Iterator[str]:
 
 
 def _tasks(config: Config) -> Iterator[str]:
-    if config.model.lora is not None and config.init_from is None:
-        yield "model.lora adapts trained weights. Set init_from.checkpoint, or model.lora=null."
+    for section in config.model.ingredient_sections.values():
+        yield from section.conflicts(config)
     has_names = isinstance(config.data.streams, list) or config.plugins.train_dataset is None
     if config.validation is not None and config.validation.streams is None and not has_names:
         yield (
@@ -133,25 +133,10 @@ def _tasks(config: Config) -> Iterator[str]:
             "performance.attention is flash, which takes no mask, and a transformer masks the padding of captions. Set "
             "performance.attention=auto."
         )
-    if config.model.token_routing is not None and not config.model.architecture.is_transformer:
-        yield (
-            f"model.token_routing is set with model.architecture {config.model.architecture.value}, a U-Net, whose "
-            "blocks take whole images. Set model.architecture=transformer_m, or model.token_routing=null."
-        )
     if unknown := sorted(config.samples.scores.keys() - {*config.model.score_names}):
         yield (
             f"samples.scores has {', '.join(unknown)}, and model.score_conditioning has no such column. Remove it, or "
             "add the column."
-        )
-    if config.model.alignment is not None and config.data.representation is Representation.latents:
-        yield (
-            "model.alignment is set with data.representation latents, and the image encoder needs images. Set "
-            "data.representation=images and data.local of prepared data, or model.alignment=null."
-        )
-    if config.data.text_embeddings and config.model.text_adapter is not None and config.model.text_encoder.path is None:
-        yield (
-            "data.text_embeddings is true with model.text_adapter, which continues CLIP before its final norm, and "
-            "what is stored comes after it. Set data.text_embeddings=false."
         )
     if config.optimizer.name is OptimizerName.muon and config.trainer.precision is Precision.amp_fp16:
         yield (
@@ -162,10 +147,6 @@ def _tasks(config: Config) -> Iterator[str]:
         yield "operations.max_dollars is set without plan.price_per_gpu_hour. Set it, or operations.max_gpu_hours."
     if config.task is not Task.autoencoder:
         return
-    if config.model.alignment is not None:
-        yield "model.alignment is set with task autoencoder, which has no network to align. Remove model.alignment."
-    if config.model.lora is not None:
-        yield "model.lora is set with task autoencoder, which trains the whole VAE. Remove model.lora."
     if config.trainer.parallelism is not Parallelism.ddp:
         yield "task is autoencoder, and the VAE is not sharded. Set trainer.parallelism=ddp."
     if config.data.representation is Representation.latents:
@@ -246,11 +227,11 @@ def _attention_lengths(config: Config, side_factor: int, num_text_tokens: int) -
     )
     if config.task is not Task.diffusion or not config.model.architecture.is_transformer or not is_cudnn:
         return
-    streams, routing = config.data.streams, config.model.token_routing
+    streams = config.data.streams
     sizes = image_sizes(streams if isinstance(streams, list) else [], config.data.resolution)
     for size in dict.fromkeys(sizes or [ImageSize(config.data.resolution, config.data.resolution)]):
         num_tokens = (size.height // side_factor) * (size.width // side_factor)
-        for num in {num_tokens, num_tokens if routing is None else routing.num_kept(num_tokens)}:
+        for num in config.model.token_counts(num_tokens):
             if (num + num_text_tokens) % 128 == 64:
                 yield (
                     f"performance.attention is {attention.value}, with which {num} tokens of an image of {size} pixels "

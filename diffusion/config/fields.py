@@ -179,6 +179,17 @@ def _checked(default: Any, check: Limits | TimeLimits | Location) -> Any:
     return dataclasses.field(default=default, metadata={CHECK: check})
 
 
+@dataclass(kw_only=True)
+class Plugin:
+    """A user-defined object."""
+
+    path: str = MISSING
+    """Import path of a class or function, `package.module.Name`, which is called with `arguments`."""
+
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Keyword arguments."""
+
+
 def section_problems(section: Any, key: str = "") -> Iterator[str]:
     """Describe everything that is wrong within a section and the sections below it.
 

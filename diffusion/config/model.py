@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from diffusion.config.fields import MAX_SEED, bounded, location, time
-from diffusion.errors import ConfigurationError
+from diffusion.config.ingredients import Ingredients
 
 NUM_TIMESTEPS = 1000
 """Timesteps of the noise schedule of all architectures."""
@@ -36,9 +36,10 @@ class Architecture(str, Enum):
         """Return whether the network is a transformer; otherwise it is a U-Net."""
         return "transformer" in self.value
 
-
-EXTENDED = (Architecture.stable_diffusion_xl, Architecture.tiny_xl)
-"""Architectures with SDXL's two text encoders."""
+    @property
+    def is_extended(self) -> bool:
+        """Return whether it has SDXL's two text encoders."""
+        return self in (Architecture.stable_diffusion_xl, Architecture.tiny_xl)
 
 
 class PredictionType(str, Enum):
@@ -73,21 +74,6 @@ class Weights(str, Enum):
 
 
 @dataclass(kw_only=True)
-class LoraConfig:
-    """Low-rank adaptation (Hu et al. 2021): trains low-rank matrices beside frozen weights of the network."""
-
-    rank: int = bounded(16, min=1)
-    """Rank of the matrices."""
-
-    alpha: float = bounded(16.0, above=0)
-    """The output of the matrices is multiplied by alpha / rank."""
-
-    targets: list[str] = field(default_factory=lambda: ["to_q", "to_k", "to_v", "to_out.0"])
-    """Adapted layers of the network, by the ends of their names; by default those of a U-Net's attention. Those of a
-    transformer's are img_qkv_proj, txt_kv_proj and to_out.0."""
-
-
-@dataclass(kw_only=True)
 class TextEncoderConfig:
     """Encoder of captions: CLIP's as published, CLIP's in chunks for longer captions, or a language model's."""
 
@@ -112,114 +98,7 @@ class TextEncoderConfig:
 
 
 @dataclass(kw_only=True)
-class TextAdapterConfig:
-    """Trained layers between the frozen text encoder and the network."""
-
-    layers: int = bounded(2, min=1)
-    """Layers like those of the text encoder; at first they change nothing."""
-
-    width: int | None = bounded(None, min=1)
-    """Width of the text for the network, after a language model; null: that of the language model."""
-
-
-@dataclass(kw_only=True)
-class TokenRoutingConfig:
-    """Token routing (TREAD, Krause et al. 2025): in training, image tokens skip blocks of a transformer."""
-
-    share: float = bounded(0.5, min=0, below=1)
-    """Share of an image's tokens that skip the blocks, drawn anew for each sample and step."""
-
-    first: int = 2
-    """First block that they skip, counted from 0, or from the end if negative."""
-
-    last: int = -2
-    """Last block that they skip; -2 is the last but one."""
-
-    def num_kept(self, num_tokens: int) -> int:
-        """Tokens of `num_tokens` that go through all blocks."""
-        return num_tokens - int(self.share * num_tokens)
-
-    def blocks(self, depth: int) -> range:
-        """Numbers of the skipped blocks of a network of `depth`.
-
-        Raises:
-            ConfigurationError: there are no such blocks.
-        """
-        within = all(-depth <= number < depth for number in (self.first, self.last))
-        if not within or self.first % depth > self.last % depth:
-            raise ConfigurationError(
-                f"model.token_routing: from block {self.first} to block {self.last} there is none in a transformer of "
-                f"{depth} blocks. Change token_routing.first or token_routing.last."
-            )
-        return range(self.first % depth, self.last % depth + 1)
-
-
-@dataclass(kw_only=True)
-class ScoreColumn:
-    """A score of the training images."""
-
-    name: str = MISSING
-    """Key in the samples' metadata: column of a scorer of `prepare`, or of the source."""
-
-    mean: float = 0.0
-    """Mean of the scores, by which the model takes them: (score - mean) / std."""
-
-    std: float = bounded(1.0, above=0)
-    """Standard deviation of the scores."""
-
-
-@dataclass(kw_only=True)
-class ScoreConditioningConfig:
-    """Conditioning on scores of the training images (MIRO, Dufour et al. 2025)."""
-
-    columns: list[ScoreColumn] = field(default_factory=list)
-    """The scores, in the order of the data's `scores`."""
-
-    dropout: float = bounded(0.1, min=0, max=1)
-    """Probability that a score is replaced by a learned "none" in training, for each score by itself."""
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the scores."""
-        return [column.name for column in self.columns]
-
-    def problems(self, key: str) -> Iterator[str]:
-        """Describe wrong relations."""
-        if not self.columns or len(set(self.names)) < len(self.names):
-            yield f"{key}.columns is {self.names}, but must name at least one score, and none twice."
-
-
-@dataclass(kw_only=True)
-class AlignmentConfig:
-    """Alignment of hidden states with the features of a frozen image encoder (REPA; Yu et al. 2025)."""
-
-    path: str = location(MISSING)
-    """Folder of a vision transformer in the layout of transformers, such as DINOv2."""
-
-    weight: float = bounded(0.5, above=0)
-    """Weight of the mean cosine similarity in the loss."""
-
-    block: int | None = bounded(None, min=0)
-    """Block of a transformer, counted from 0, whose output is aligned; null: the last of the first third. Of a U-Net
-    it is always the middle."""
-
-    width: int = bounded(2048, min=1)
-    """Width of the trained projection."""
-
-    def block_of(self, depth: int) -> int:
-        """Number of the aligned block of a transformer of `depth` blocks.
-
-        Raises:
-            ConfigurationError: there is no such block.
-        """
-        block = max(depth // 3 - 1, 0) if self.block is None else self.block
-        if block >= depth:
-            raise ConfigurationError(f"model.alignment.block is {block} in a transformer of {depth} blocks. Lower it.")
-        return block
-
-
-@dataclass(kw_only=True)
-class ModelConfig:
+class ArchitectureConfig:
     """Architecture and pretrained weights."""
 
     architecture: Architecture = Architecture.stable_diffusion_2
@@ -248,27 +127,6 @@ class ModelConfig:
     text_encoder: TextEncoderConfig = field(default_factory=TextEncoderConfig)
     """Encoder of captions."""
 
-    text_adapter: TextAdapterConfig | None = None
-    """Train layers behind the text encoder, too; null: none. Not with SDXL, or with CLIP's stored embeddings; with
-    `lora` they stay as they are."""
-
-    token_routing: TokenRoutingConfig | None = None
-    """Let image tokens skip blocks in training; null: none. Transformers only."""
-
-    score_conditioning: ScoreConditioningConfig | None = None
-    """Condition the network on scores of the images, too; null: do not. With `lora` what was learned stays."""
-
-    alignment: AlignmentConfig | None = None
-    """Align the network with a frozen image encoder in training; null: do not. Needs images; not with `lora`."""
-
-    lora: LoraConfig | None = None
-    """Train LoRA matrices on top of `init_from`; null: train all weights."""
-
-    @property
-    def score_names(self) -> list[str]:
-        """Names of the scores that the network is conditioned on."""
-        return [] if self.score_conditioning is None else self.score_conditioning.names
-
     @property
     def missing_parts(self) -> list[str]:
         """Frozen parts without weights; none of a tiny family, which has random ones."""
@@ -280,23 +138,16 @@ class ModelConfig:
     def problems(self, key: str) -> Iterator[str]:
         """Describe wrong relations."""
         text = self.text_encoder
-        if self.architecture in EXTENDED and (text.path is not None or text.chunks > 1):
+        if self.architecture.is_extended and (text.path is not None or text.chunks > 1):
             yield (
                 f"{key}.text_encoder is set with {key}.architecture {self.architecture.value}, which takes the vectors "
                 f"of its own two encoders. Remove {key}.text_encoder, or choose another architecture."
             )
-        if self.architecture in EXTENDED and self.text_adapter is not None:
-            yield (
-                f"{key}.text_adapter continues one text encoder, and {key}.architecture {self.architecture.value} has "
-                f"two. Remove {key}.text_adapter, or choose another architecture."
-            )
-        if self.alignment is not None and self.lora is not None:
-            yield f"{key}.alignment trains a new projection, which {key}.lora does not. Remove one of them."
-        if self.text_adapter is not None and self.text_adapter.width is not None and text.path is None:
-            yield (
-                f"{key}.text_adapter.width is {self.text_adapter.width}, but CLIP's adapter has CLIP's width. Remove "
-                f"it, or set {key}.text_encoder.path."
-            )
+
+
+@dataclass(kw_only=True)
+class ModelConfig(Ingredients, ArchitectureConfig):
+    """Architecture, pretrained weights and ingredients."""
 
 
 @dataclass(kw_only=True)

@@ -5,11 +5,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 from omegaconf import MISSING
 
-from diffusion.config.fields import MAX_SEED, bounded, time
+from diffusion.config.fields import MAX_SEED, Plugin, bounded, time
 from diffusion.config.model import NUM_TIMESTEPS
 from diffusion.config.operations import PrometheusConfig
 
@@ -350,17 +349,6 @@ class LoggersConfig:
 
     utilisation_interval: int = bounded(50, min=1)
     """Steps between measurements of the utilisation of machines and loader workers, and of waits for data."""
-
-
-@dataclass(kw_only=True)
-class Plugin:
-    """A user-defined object."""
-
-    path: str = MISSING
-    """Import path of a class or function, `package.module.Name`, which is called with `arguments`."""
-
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments."""
 
 
 @dataclass(kw_only=True)

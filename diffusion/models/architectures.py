@@ -271,8 +271,7 @@ def text_shape(config: ModelConfig) -> tuple[int, int]:
     spec, text = ARCHITECTURES[config.architecture], config.text_encoder
     if text.path is None:
         return num_text_tokens(config), spec.text_width
-    width = config.text_adapter.width if config.text_adapter is not None else None
-    return num_text_tokens(config), width or hidden_width(read_language_model(text.path)[1])
+    return num_text_tokens(config), config.adapted_text_width or hidden_width(read_language_model(text.path)[1])
 
 
 # Networks with random weights

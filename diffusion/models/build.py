@@ -11,7 +11,6 @@ from torch import Tensor
 
 from diffusion.config.model import Architecture, FlowConfig, ModelConfig, ObjectiveConfig, PredictionType
 from diffusion.errors import ConfigurationError
-from diffusion.models.alignment import Alignment, load_image_encoder
 from diffusion.models.architectures import (
     ARCHITECTURES,
     NOISE_SCHEDULE,
@@ -21,6 +20,7 @@ from diffusion.models.architectures import (
     with_seed,
 )
 from diffusion.models.conditioning import text_width
+from diffusion.models.ingredients import INGREDIENTS, find_ingredients
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.ldm_layout import read_single_file
 from diffusion.models.networks import text_width_of
@@ -33,34 +33,34 @@ from diffusion.models.pretrained import (
     read_pipeline_network,
 )
 from diffusion.models.sampling import build_noise_scheduler, whole_number
-from diffusion.models.score_conditioning import build_score_embedding
-from diffusion.models.text_adapter import build_text_adapter
 from diffusion.randomness import NUM_SEEDS
 
 log = logging.getLogger(__name__)
 
-BESIDE_NETWORK = ("text_adapter.", "score_embedding.", "alignment.")
-"""Prefixes of trained weights that not every model has."""
 
-
-def build_model(config: ModelConfig, objective: ObjectiveConfig, *, resolution: int, seed: int) -> LatentDiffusion:
+def build_model(
+    config: ModelConfig, objective: ObjectiveConfig, *, resolution: int, seed: int, for_training: bool = True
+) -> LatentDiffusion:
     """Build a model: a random network from the seed, frozen parts as configured.
 
     Raises:
         ConfigurationError: frozen weights are missing, or do not fit the network.
     """
-    return LatentDiffusion(**build_parts(config, objective, resolution=resolution, seed=seed))
+    parts = build_parts(config, objective, resolution=resolution, seed=seed, for_training=for_training)
+    return LatentDiffusion(**parts)
 
 
-def build_parts(config: ModelConfig, objective: ObjectiveConfig, *, resolution: int, seed: int) -> dict[str, Any]:
-    """Build the arguments of a `LatentDiffusion`.
+def build_parts(
+    config: ModelConfig, objective: ObjectiveConfig, *, resolution: int, seed: int, for_training: bool = True
+) -> dict[str, Any]:
+    """Build the arguments of a `LatentDiffusion`, with the ingredients that only training needs or without.
 
     Raises:
         ConfigurationError: frozen weights are missing, or do not fit the network.
     """
     network = with_seed(seed, lambda: build_network(config))
     frozen = load_frozen_parts(config)
-    width = (config.text_adapter and config.text_adapter.width) or text_width(frozen.text_encoder)
+    width = config.adapted_text_width or text_width(frozen.text_encoder)
     if text_width_of(network) != width:
         raise ConfigurationError(
             f"model.pretrained={config.pretrained}: its text encoder is {width} wide, the network of "
@@ -72,24 +72,19 @@ def build_parts(config: ModelConfig, objective: ObjectiveConfig, *, resolution: 
             f"model.vae={config.vae or config.pretrained}: its latents have {channels} channels, the network "
             f"expects {network.config['in_channels']}. Set model.network.in_channels={channels} to train such a network"
         )
-    adapter, scores, alignment = config.text_adapter, config.score_conditioning, config.alignment
-    encoder = load_image_encoder(alignment.path) if alignment else None
+    ingredients = [one for one in find_ingredients(config) if for_training or not one.serves_training_only]
+    for ingredient in ingredients:
+        with_seed(seed, partial(ingredient.build, network, frozen.text_encoder))
     with torch.device("cpu"):  # Its tables are read by the host, also where the weights are on another device.
         noise_scheduler = build_noise_scheduler(objective)
     return {
         "network": network,
-        "text_adapter": with_seed(seed, lambda: build_text_adapter(adapter, frozen.text_encoder)) if adapter else None,
-        "score_embedding": with_seed(seed, lambda: build_score_embedding(scores, network)) if scores else None,
-        "alignment": with_seed(seed, lambda: Alignment(alignment, network, encoder.width))
-        if alignment and encoder
-        else None,
-        "image_encoder": encoder,
+        "ingredients": ingredients,
         "frozen": frozen,
         "noise_scheduler": noise_scheduler,
         "objective": objective,
         "resolution": resolution,
         "seed": seed,
-        "token_routing": config.token_routing,
         "low_precision_norms": config.low_precision_norms,
     }
 
@@ -101,11 +96,13 @@ def load_weights(model: LatentDiffusion, weights: dict[str, Tensor], source: str
         ConfigurationError: names or shapes differ from those of the model.
     """
     expected = model.state_dict()
-    if model.alignment is None:  # Of training only.
-        weights = {name: value for name, value in weights.items() if not name.startswith("alignment.")}
-    for part in BESIDE_NETWORK:
-        if not any(name.startswith(part) for name in weights):
-            weights = weights | {name: value for name, value in expected.items() if name.startswith(part)}
+    own = {ingredient.part for ingredient in model.ingredients}
+    for ingredient in {*INGREDIENTS, *map(type, model.ingredients)}:
+        prefix = f"{ingredient.part}."
+        if ingredient.serves_training_only and ingredient.part not in own:
+            weights = {name: value for name, value in weights.items() if not name.startswith(prefix)}
+        if not any(name.startswith(prefix) for name in weights):
+            weights = weights | {name: value for name, value in expected.items() if name.startswith(prefix)}
     missing, unexpected = expected.keys() - weights.keys(), weights.keys() - expected.keys()
     shapes = [name for name in expected.keys() & weights.keys() if expected[name].shape != weights[name].shape]
     if missing or unexpected or shapes:

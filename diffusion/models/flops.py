@@ -10,28 +10,17 @@ timesteps.
 
 import math
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from diffusion.config.model import TokenRoutingConfig
 from diffusion.datasets.batch import BatchKey, Entry
+
+if TYPE_CHECKING:
+    from diffusion.models.ingredients.base import Ingredient
 
 MID_BLOCK = "UNetMidBlock2DCrossAttn"
 CROSS_BLOCKS = {"CrossAttnDownBlock2D", "CrossAttnUpBlock2D", MID_BLOCK}
 BLOCKS = CROSS_BLOCKS | {"DownBlock2D", "UpBlock2D"}
-
-
-class AdapterShape(NamedTuple):
-    """Sizes of a text adapter."""
-
-    num_layers: int
-    width: int
-    inner: int
-    """Width within an MLP."""
-    text_width: int
-    """Width of the text encoder."""
-    has_projection: bool = False
-    """A linear layer comes first."""
 
 
 def batch_flops(
@@ -40,10 +29,9 @@ def batch_flops(
     *,
     vae_factor: int,
     has_fixed_weights: bool = False,
-    adapter: AdapterShape | None = None,
-    routing: TokenRoutingConfig | None = None,
+    ingredients: Sequence["Ingredient"] = (),
 ) -> float:
-    """Operations of network and text adapter, forward and backward, for a batch, or for groups of several shapes.
+    """Operations of network and ingredients, forward and backward, for a batch, or for groups of several shapes.
 
     Returns:
         The sum; NaN for unknown block types.
@@ -56,9 +44,7 @@ def batch_flops(
         counts[group.shape[-2] // factor, group.shape[-1] // factor] += len(group)
     total = 0.0
     for (height, width), count in counts.items():
-        flops = count_flops(
-            network, height=height, width=width, num_tokens=num_tokens, adapter=adapter, routing=routing
-        )
+        flops = count_flops(network, height=height, width=width, num_tokens=num_tokens, ingredients=ingredients)
         if flops is None:
             return math.nan
         total += count * (flops.adapting if has_fixed_weights else flops.training)
@@ -82,34 +68,35 @@ def count_flops(
     height: int,
     width: int,
     num_tokens: int,
-    adapter: AdapterShape | None = None,
-    routing: TokenRoutingConfig | None = None,
+    ingredients: Sequence["Ingredient"] = (),
 ) -> Flops | None:
-    """Count the operations of a network, and of the text adapter before it, for one image.
+    """Count the operations of a network, and of ingredients before it, for one image.
 
     Args:
         network: configuration of a UNet2DConditionModel or PRXTransformer2DModel, with all defaults.
         height: height of the latent.
         width: width of the latent.
         num_tokens: tokens of the caption.
-        adapter: the text adapter.
-        routing: image tokens that skip blocks in training.
+        ingredients: what is trained beside the network, or changes its blocks.
 
     Returns:
         The operations; None for unknown block types.
     """
+    before = [found for one in ingredients if (found := one.operations(num_tokens)) is not None]
+    is_text_trained = bool(before)
     if "patch_size" in network:
-        counter = _TransformerFlops(network, height, width, num_tokens, adapter is not None, routing)
+        counter = _TransformerFlops(network, height, width, num_tokens, is_text_trained, ingredients)
+        whole = _TransformerFlops(network, height, width, num_tokens, is_text_trained) if ingredients else counter
     elif {*network["down_block_types"], *network["up_block_types"], network["mid_block_type"]} <= BLOCKS:
-        counter = _UNetFlops(network, height, width, num_tokens, adapter is not None)
+        whole = counter = _UNetFlops(network, height, width, num_tokens, is_text_trained)
     else:
         return None
-    whole = counter if routing is None else _TransformerFlops(network, height, width, num_tokens, adapter is not None)
-    before = _Counter() if adapter is None else _AdapterFlops(adapter, num_tokens)
-    return Flops(whole.forward + before.forward, counter.training + before.training, counter.adapting + before.forward)
+    forward = sum(one.forward for one in before)
+    training = counter.training + sum(one.training for one in before)
+    return Flops(whole.forward + forward, training, counter.adapting + forward)
 
 
-class _Counter:
+class OperationCounter:
     """Sums of operations, in the order of the forward pass."""
 
     def __init__(self, num_tokens: int = 0, is_text_trained: bool = False) -> None:
@@ -122,7 +109,8 @@ class _Counter:
         self.training += training
         self.adapting += training - forward if has_weights else training
 
-    def _linear(self, rows: int, before: int, after: int, has_input_gradient: bool = True) -> None:
+    def linear(self, rows: int, before: int, after: int, has_input_gradient: bool = True) -> None:
+        """Count a linear layer of `rows` rows."""
         self._add(2 * rows * before * after, has_input_gradient=has_input_gradient)
 
     def _text_linear(self, before: int, after: int) -> None:
@@ -132,23 +120,12 @@ class _Counter:
         self.training += flops * (3 if self._is_text_trained else 2)
         self.adapting += flops
 
-    def _attention(self, queries: int, keys: int, width: int) -> None:
+    def attention(self, queries: int, keys: int, width: int) -> None:
         """Scores and weighted sum of all heads, with the sum of their widths."""
         self._add(4 * queries * keys * width, has_weights=False)
 
 
-class _AdapterFlops(_Counter):
-    def __init__(self, adapter: AdapterShape, num_tokens: int) -> None:
-        super().__init__()
-        if adapter.has_projection:
-            self._linear(num_tokens, adapter.text_width, adapter.width)
-        for _ in range(adapter.num_layers):
-            self._linear(num_tokens, adapter.width, 4 * adapter.width)
-            self._attention(num_tokens, num_tokens, adapter.width)
-            self._linear(num_tokens, adapter.width, 2 * adapter.inner)
-
-
-class _TransformerFlops(_Counter):
+class _TransformerFlops(OperationCounter):
     def __init__(
         self,
         network: Mapping[str, Any],
@@ -156,30 +133,29 @@ class _TransformerFlops(_Counter):
         width: int,
         num_tokens: int,
         is_text_trained: bool,
-        routing: TokenRoutingConfig | None = None,
+        ingredients: Sequence["Ingredient"] = (),
     ) -> None:
         super().__init__(num_tokens, is_text_trained)
         hidden, patch = network["hidden_size"], network["patch_size"]
         positions, values = height * width // patch**2, network["in_channels"] * patch**2
         inner = int(hidden * network["mlp_ratio"])
         self._text_linear(network["context_in_dim"], hidden)
-        self._linear(positions, values, hidden, has_input_gradient=False)
-        self._linear(1, 256, hidden, has_input_gradient=False)
-        self._linear(1, hidden, hidden)
+        self.linear(positions, values, hidden, has_input_gradient=False)
+        self.linear(1, 256, hidden, has_input_gradient=False)
+        self.linear(1, hidden, hidden)
         depth = network["depth"]
-        routed = range(0) if routing is None else routing.blocks(depth)
         for number in range(depth):
-            kept = positions if routing is None or number not in routed else routing.num_kept(positions)
-            self._linear(1, hidden, 6 * hidden)
-            self._linear(kept, hidden, 4 * hidden)
-            self._linear(num_tokens, hidden, 2 * hidden)
-            self._attention(kept, kept + num_tokens, hidden)
-            self._linear(kept, hidden, 3 * inner)
-        self._linear(1, hidden, 2 * hidden)
-        self._linear(positions, hidden, values)
+            kept = min([positions, *(one.num_kept(positions, number, depth) for one in ingredients)])
+            self.linear(1, hidden, 6 * hidden)
+            self.linear(kept, hidden, 4 * hidden)
+            self.linear(num_tokens, hidden, 2 * hidden)
+            self.attention(kept, kept + num_tokens, hidden)
+            self.linear(kept, hidden, 3 * inner)
+        self.linear(1, hidden, 2 * hidden)
+        self.linear(positions, hidden, values)
 
 
-class _UNetFlops(_Counter):
+class _UNetFlops(OperationCounter):
     def __init__(
         self, unet: Mapping[str, Any], height: int, width: int, num_tokens: int, is_text_trained: bool
     ) -> None:
@@ -214,16 +190,16 @@ class _UNetFlops(_Counter):
 
     def _conv(self, area: int, before: int, after: int, has_input_gradient: bool = True) -> None:
         """A convolution of 3 x 3; one of 1 x 1 counts as a linear layer."""
-        self._linear(area, 9 * before, after, has_input_gradient)
+        self.linear(area, 9 * before, after, has_input_gradient)
 
     def _embeddings(self, channels: int) -> None:
         """Embeddings of the timestep and, in SDXL, of sizes and pooled text: one position each."""
-        self._linear(1, channels, self._time_width, has_input_gradient=False)
-        self._linear(1, self._time_width, self._time_width)
+        self.linear(1, channels, self._time_width, has_input_gradient=False)
+        self.linear(1, self._time_width, self._time_width)
         if self._unet["addition_embed_type"] == "text_time":
             added = self._unet["projection_class_embeddings_input_dim"]
-            self._linear(1, added, self._time_width, has_input_gradient=False)
-            self._linear(1, self._time_width, self._time_width)
+            self.linear(1, added, self._time_width, has_input_gradient=False)
+            self.linear(1, self._time_width, self._time_width)
 
     def _layer(self, i: int, kind: str, size: tuple[int, int], before: int, after: int) -> None:
         """A ResNet and, in blocks with cross-attention, a transformer."""
@@ -233,23 +209,23 @@ class _UNetFlops(_Counter):
 
     def _resnet(self, area: int, before: int, after: int) -> None:
         self._conv(area, before, after)
-        self._linear(1, self._time_width, after)
+        self.linear(1, self._time_width, after)
         self._conv(area, after, after)
         if before != after:
-            self._linear(area, before, after)
+            self.linear(area, before, after)
 
     def _transformer(self, i: int, area: int, width: int) -> None:
         num = len(self._unet["block_out_channels"])
         text_width = _per_block(self._unet["cross_attention_dim"], num)[i]
-        self._linear(area, width, width)
+        self.linear(area, width, width)
         for _ in range(_per_block(self._unet["transformer_layers_per_block"], num)[i]):
-            self._linear(area, width, 4 * width)  # Self-attention: queries, keys, values, output.
-            self._attention(area, area, width)
-            self._linear(area, width, 2 * width)  # Cross-attention: queries, output.
+            self.linear(area, width, 4 * width)  # Self-attention: queries, keys, values, output.
+            self.attention(area, area, width)
+            self.linear(area, width, 2 * width)  # Cross-attention: queries, output.
             self._text_linear(text_width, 2 * width)
-            self._attention(area, self._num_tokens, width)
-            self._linear(area, width, 12 * width)  # A gated layer of width 4 c, and back.
-        self._linear(area, width, width)
+            self.attention(area, self._num_tokens, width)
+            self.linear(area, width, 12 * width)  # A gated layer of width 4 c, and back.
+        self.linear(area, width, width)
 
 
 def _per_block(value: Any, num: int) -> Any:

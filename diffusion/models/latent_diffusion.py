@@ -2,8 +2,8 @@
 
 The loss of a batch, read `LatentDiffusion.forward` and `loss`: latents x_0 from the VAE, noise and timesteps t from
 addressed random numbers, x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise, the network's prediction from x_t, t and the
-captions, and its mean squared error against noise, x_0, v or noise - x_0. With alignment, the similarity of hidden
-states and image features is subtracted.
+captions, and its mean squared error against noise, x_0, v or noise - x_0. Ingredients change each of these, or add
+terms to the loss.
 
 Shape letters: B batch, C channels, H W height and width of the latent, L tokens, D width of the text encoding.
 """
@@ -16,17 +16,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from PIL import Image
 from torch import Tensor, nn
 
-from diffusion.config.model import ObjectiveConfig, Posterior, Sampler, TokenRoutingConfig
+from diffusion.config.model import ObjectiveConfig, Posterior
 from diffusion.datasets.batch import BatchKey, Entry
-from diffusion.datasets.transforms import Placement
-from diffusion.models.alignment import Alignment, ImageEncoder
+from diffusion.models import generation
 from diffusion.models.conditioning import Conditioner, Conditioning, TextEncoder
-from diffusion.models.fast.norms import autocast_dtype, use_low_precision_norms
+from diffusion.models.fast.norms import use_low_precision_norms
 from diffusion.models.flops import batch_flops
-from diffusion.models.networks import Network, component_name, patch_size_of, predict
+from diffusion.models.ingredients import Call, Caller, Ingredient
+from diffusion.models.networks import Network, component_name, patch_size_of
 from diffusion.models.objectives import (
     EVALUATION,
     TARGETS,
@@ -41,20 +40,7 @@ from diffusion.models.objectives import (
 )
 from diffusion.models.precision import upcast
 from diffusion.models.pretrained import FrozenParts, module_identity
-from diffusion.models.sampling import (
-    NoiseScheduler,
-    expand_prompts,
-    image_seeds,
-    image_size,
-    inference_scheduler,
-    initial_latents,
-    sample_latents,
-    to_pil,
-    whole_number,
-)
-from diffusion.models.score_conditioning import ScoreConditioner, ScoreEmbedding, drop_scores
-from diffusion.models.text_adapter import Adapter, TextAdapter
-from diffusion.models.token_routing import TokenRouter
+from diffusion.models.sampling import NoiseScheduler
 from diffusion.randomness import Purpose, bernoulli, normal
 
 Batch = dict[str, Tensor]
@@ -77,12 +63,15 @@ class Prediction(NamedTuple):
     timesteps: Tensor
     """[B], int64, or float32 in rectified flow."""
 
-    similarity: Tensor | None = None
-    """float32 [B], cosine similarity of hidden states and image features; None without alignment, or in validation."""
+    values: dict[str, Tensor]
+    """float32 [B] by name: what ingredients return for their terms of the loss; empty in validation."""
+
+    draws: "Draws"
+    """Random numbers and inputs."""
 
 
 class Draws(NamedTuple):
-    """Random numbers and inputs of a forward pass of training, for `LatentDiffusion.observer`."""
+    """Random numbers and inputs of a forward pass."""
 
     sample: Tensor
     """int64 [B], addresses of the samples."""
@@ -113,28 +102,18 @@ class LatentDiffusion(nn.Module):
     """A latent diffusion model (Rombach et al. 2022).
 
     Its child modules are trained: the network, under its name in pipelines of diffusers (`unet`, `transformer`), and
-    the text adapter, the embedding of scores and the projection of the alignment, if there are. The frozen
-    parts are outside of the module tree and so in no optimizer, checkpoint or FSDP unit. They stay in eval mode and
-    move with the model.
+    those of the ingredients. The frozen parts are outside of the module tree and so in no optimizer, checkpoint or FSDP
+    unit. They stay in eval mode and move with the model.
 
     Args:
         network: the trained network.
-        text_adapter: trained layers behind the text encoder.
-        score_embedding: trained embedding of the images' scores.
-        alignment: trained projection of hidden states to image features.
-        image_encoder: frozen, of these features.
+        ingredients: parts of the recipe beside these, built for the network and the text encoder.
         frozen: VAE, text encoder, tokenizer and latent scaling.
         noise_scheduler: noise schedule and prediction type.
         objective: training objective, with the scheduler's prediction type.
         resolution: side of the training images in pixels, and default size of generated images.
         seed: seed of noise, timesteps, posterior and dropped captions, 0 <= seed < 2^32.
-        token_routing: tokens that skip blocks of the transformer in training.
         low_precision_norms: run the network's GroupNorm and LayerNorm in the autocast precision.
-
-    Attributes:
-        observer: called with the draws of each forward pass of training, unless None.
-        loss_observer: called with the weighted error of each sample, float32 [B] without gradients, and its microbatch
-            in each computation of the loss, unless None.
         num_slots: samples of a global batch, for `objective.stratified_timesteps`; 0 outside of the Trainer, where
             timesteps are independent.
     """
@@ -143,33 +122,28 @@ class LatentDiffusion(nn.Module):
         self,
         *,
         network: Network,
-        text_adapter: Adapter | None = None,
-        score_embedding: ScoreEmbedding | None = None,
-        alignment: Alignment | None = None,
-        image_encoder: ImageEncoder | None = None,
+        ingredients: Sequence[Ingredient] = (),
         frozen: FrozenParts,
         noise_scheduler: NoiseScheduler,
         objective: ObjectiveConfig,
         resolution: int,
         seed: int = 17,
-        token_routing: TokenRoutingConfig | None = None,
         low_precision_norms: bool = True,
+        num_slots: int = 0,
     ) -> None:
         super().__init__()
         if low_precision_norms:
             use_low_precision_norms(network)
         self.component = component_name(network)
         self.add_module(self.component, network)
-        self.text_adapter = text_adapter
-        self.score_embedding = score_embedding
-        self._score_conditioner = None if score_embedding is None else ScoreConditioner(network, score_embedding)
-        self.alignment = alignment
-        self.token_routing = token_routing
-        self._router = None if token_routing is None else TokenRouter(network, token_routing)
+        self.ingredients = ingredients
         self._frozen: dict[str, Any] = {"vae": frozen.vae, "text_encoder": frozen.text_encoder}
-        if image_encoder is not None:
-            self._frozen["image_encoder"] = image_encoder
-        self._parts = frozen
+        for ingredient in ingredients:
+            if ingredient.module is not None:
+                self.add_module(ingredient.part, ingredient.module)
+            self._frozen |= ingredient.frozen
+        self.caller = Caller(network, ingredients)
+        self.frozen = frozen
         self.tokenizer = frozen.tokenizer
         self.latent_scaling = frozen.latent_scaling
         self.noise_scheduler = noise_scheduler
@@ -177,9 +151,7 @@ class LatentDiffusion(nn.Module):
         self.objective = objective
         self.resolution = resolution
         self.seed = seed
-        self.observer: Callable[[Draws], None] | None = None
-        self.loss_observer: Callable[[Tensor, Batch], None] | None = None
-        self.num_slots = 0
+        self.num_slots = num_slots
         self.tokenize, self.num_chunks = frozen.tokenize, frozen.num_chunks
         empty_token_ids = torch.from_numpy(self.tokenize([""])).long()[0]
         self.conditioner = Conditioner(
@@ -188,7 +160,7 @@ class LatentDiffusion(nn.Module):
             num_chunks=frozen.num_chunks,
             is_extended=network.config.get("addition_embed_type") == "text_time",
             is_masked=self.component == "transformer",
-            is_adapted=isinstance(text_adapter, TextAdapter),
+            is_adapted=any(ingredient.continues_text_encoder for ingredient in ingredients),
         )
 
     @property
@@ -208,13 +180,13 @@ class LatentDiffusion(nn.Module):
 
     @property
     def frozen_parts(self) -> list[nn.Module]:
-        """VAE, text encoder and, with alignment, image encoder."""
+        """VAE, text encoder and those of the ingredients."""
         return list(self._frozen.values())
 
     def identities(self) -> dict[str, str]:
         """Hashes of the frozen parts by name, as long as they are in the precision in which they were loaded."""
-        encoder = self._frozen.get("image_encoder")
-        return self._parts.identities() | ({} if encoder is None else {"image_encoder": module_identity(encoder)})
+        own = {name: part for ingredient in self.ingredients for name, part in ingredient.frozen.items()}
+        return self.frozen.identities() | {name: module_identity(part) for name, part in own.items()}
 
     @property
     def vae_factor(self) -> int:
@@ -249,65 +221,41 @@ class LatentDiffusion(nn.Module):
         shape = (latents.shape[1], latents.shape[2], latents.shape[3])
         noise = draw_noise(objective, purposes, self.seed, step, sample, shape)
         timesteps = self._timesteps(batch, purposes)
-        conditioning = self._adapt(self.conditioner.encode_batch(batch, token_ids))
-        conditioning = conditioning._replace(scores=self._scores(batch, purposes))
-        if self.observer is not None and purposes is TRAINING:
-            content = batch[BatchKey.IMAGE if BatchKey.IMAGE in batch else BatchKey.LATENT_MEAN]
-            placement, scores = conditioning.placement, conditioning.scores
-            self.observer(Draws(sample, step, noise, timesteps, token_ids, content, placement, scores))
+        call = Call(seed=self.seed, is_training=purposes is TRAINING, batch=batch)
+        conditioning = self.encode(self.conditioner.encode_batch(batch, token_ids), call)
+        content = batch[BatchKey.IMAGE if BatchKey.IMAGE in batch else BatchKey.LATENT_MEAN]
+        placement, scores = conditioning.placement, conditioning.scores
+        draws = Draws(sample, step, noise, timesteps, token_ids, content, placement, scores)
         rates = self.noise_process.signal_and_noise_rate(timesteps)  # sqrt(abar_t), sqrt(1 - abar_t)
         noised = add_noise(latents, noise, rates)  # x_t
-        if self._router is not None:
-            num_tokens = noised[0, 0].numel() // patch_size_of(self.network) ** 2
-            self._router.select(self.seed, step, sample, num_tokens, is_training=purposes is TRAINING)
-        prediction = self._denoise(noised, timesteps, conditioning)
+        prediction = self.caller(self.network, noised, timesteps, conditioning, call)
         target = TARGETS[objective.prediction_type]
         gamma = objective.min_snr_gamma
         weight = None if gamma is None else min_snr_weight(target, rates, gamma)
-        similarity = self._similarity(batch, noised) if self.alignment and purposes is TRAINING else None
-        return Prediction(prediction, target.compute(latents, noise, rates), weight, timesteps, similarity)
+        values: dict[str, Tensor] = {}
+        for ingredient in self.ingredients if call.is_training else ():
+            values |= ingredient.after(call, noised)
+        return Prediction(prediction, target.compute(latents, noise, rates), weight, timesteps, values, draws)
 
-    def _denoise(self, noised: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
-        """Prediction of the network, float [B, C, H, W]; in the precision of its weights unless there is autocast."""
-        if autocast_dtype(noised) is None:
-            dtype = next(self.network.parameters()).dtype
-            noised, conditioning = noised.to(dtype), conditioning.to(dtype)
-        if self._score_conditioner is not None:
-            assert conditioning.scores is not None
-            self._score_conditioner.set(conditioning.scores)
-        return predict(self.network, noised, timesteps, conditioning)
+    def encode(self, conditioning: Conditioning, call: Call) -> Conditioning:
+        """Conditioning of the network, of which ingredients change that of the frozen text encoder."""
+        for ingredient in self.ingredients:
+            conditioning = ingredient.encode(conditioning, call)
+        return conditioning
 
-    def _similarity(self, batch: Batch, noised: Tensor) -> Tensor:
-        """Similarity [B] of the hidden states for noised latents [B, C, H, W] with the features of the images."""
-        assert self.alignment is not None
-        if BatchKey.IMAGE not in batch:
-            raise ValueError("model.alignment needs images: data.representation=images")
-        height, width = noised.shape[2:]
-        features = self._frozen["image_encoder"](batch[BatchKey.IMAGE], (height // 2, width // 2))
-        patch = patch_size_of(self.network)
-        kept = None if self._router is None else self._router.kept
-        return self.alignment(features, (height // patch, width // patch), kept)
-
-    def _adapt(self, conditioning: Conditioning) -> Conditioning:
-        """Continue the text encoding by the adapter."""
-        if self.text_adapter is None:
-            return conditioning
-        if autocast_dtype(conditioning.text) is None:
-            conditioning = conditioning.to(next(self.text_adapter.parameters()).dtype)
-        return conditioning._replace(text=self.text_adapter(conditioning.text, conditioning.mask))
+    def sample_errors(self, outputs: Prediction) -> Tensor:
+        """Error of each sample in the loss: float32 [B]; the mean squared error, unless an ingredient changes it."""
+        error = squared_error(outputs)
+        for ingredient in self.ingredients:
+            error = ingredient.error(error, outputs)
+        return error if outputs.weight is None else error * outputs.weight
 
     def loss(self, outputs: Prediction, batch: Batch) -> Tensor | dict[str, Tensor]:
-        """Mean squared error of the microbatch, weighted by sample: float32 [].
-
-        With alignment, both terms, which the Trainer adds.
-        """
-        error = squared_error(outputs)
-        error = error if outputs.weight is None else error * outputs.weight
-        if self.loss_observer is not None:
-            self.loss_observer(error.detach(), batch)
-        if self.alignment is None or outputs.similarity is None:
-            return error.mean()
-        return {"diffusion": error.mean(), "alignment": -self.alignment.config.weight * outputs.similarity.mean()}
+        """Mean error of the microbatch, float32 []; or all terms, where ingredients add some: the Trainer adds them."""
+        terms = {"diffusion": self.sample_errors(outputs).mean()}
+        for ingredient in self.ingredients:
+            terms |= ingredient.loss(outputs)
+        return terms if len(terms) > 1 else terms["diffusion"]
 
     @torch.no_grad()
     def _latents(self, batch: Batch, purposes: Purposes) -> Tensor:
@@ -341,17 +289,6 @@ class LatentDiffusion(nn.Module):
         )
         return self.conditioner.drop(batch[BatchKey.TOKEN_IDS], is_dropped)
 
-    def _scores(self, batch: Batch, purposes: Purposes) -> Tensor | None:
-        """Scores float32 [B, S] of the images, in training with dropped ones; None without conditioning on them."""
-        if self.score_embedding is None:
-            return None
-        if BatchKey.SCORES not in batch:
-            raise ValueError("the data has no scores, which model.score_conditioning needs")
-        if purposes is not TRAINING:
-            return batch[BatchKey.SCORES]
-        rate = self.score_embedding.config.dropout
-        return drop_scores(batch[BatchKey.SCORES], self.seed, batch[BatchKey.STEP], batch[BatchKey.SAMPLE], rate)
-
     def _timesteps(self, batch: Batch, purposes: Purposes) -> Tensor:
         """Timesteps [B] of a batch: independent, or spread over the global batch."""
         step, sample = batch[BatchKey.STEP], batch[BatchKey.SAMPLE]
@@ -375,14 +312,13 @@ class LatentDiffusion(nn.Module):
         return [part for part in bins if bool(((drawn >= part.start) & (drawn < part.stop)).any())]
 
     def batch_flops(self, batch: Mapping[str, Entry]) -> float:
-        """Floating-point operations of network and text adapter for a batch, forward and backward; NaN if unknown."""
+        """Floating-point operations for a batch, forward and backward, without frozen parts; NaN if unknown."""
         return batch_flops(
             self.network.config,
             batch,
             vae_factor=self.vae_factor,
             has_fixed_weights=self._has_fixed_weights,
-            adapter=None if self.text_adapter is None else self.text_adapter.shape,
-            routing=self.token_routing,
+            ingredients=self.ingredients,
         )
 
     @cached_property
@@ -391,122 +327,14 @@ class LatentDiffusion(nn.Module):
         return not all(parameter.requires_grad for parameter in self.network.parameters())
 
     @torch.no_grad()
-    def generate(
-        self,
-        prompts: str | Sequence[str],
-        negative_prompts: str | Sequence[str] | None = None,
-        *,
-        scores: Mapping[str, float] | None = None,
-        height: int | None = None,
-        width: int | None = None,
-        original_size: tuple[int, int] | None = None,
-        crop: tuple[int, int] = (0, 0),
-        num_inference_steps: int = 50,
-        sampler: Sampler | str | None = None,
-        guidance_scale: float = 3.0,
-        seed: int | Sequence[int] | None = None,
-        num_images_per_prompt: int = 1,
-        batch_size: int = 16,
-        latents: Tensor | None = None,
-        output: str = "pil",
-        progress: bool = True,
-    ) -> list[Image.Image] | Tensor:
-        """Generate images.
-
-        Args:
-            prompts: one, or P of them.
-            negative_prompts: one for all or one per prompt; None is the empty caption, as in training.
-            scores: scores to ask for, by name; the others are "none". Those of negative prompts are the same.
-            height: in pixels, a multiple of the VAE's factor; the training resolution by default.
-            width: as height.
-            original_size: height and width that SDXL is given as the size of the original; the image's by default.
-            crop: rows and columns that SDXL is given as cropped at the top and left.
-            num_inference_steps: at most the timesteps of the noise schedule. A step of Heun takes two evaluations.
-            sampler: "ddim"; with rectified flow "euler" or "heun"; the first that fits by default.
-            guidance_scale: classifier-free guidance; 1 is none.
-            seed: image i gets seed + i; or one seed per image; None draws them at random.
-            num_images_per_prompt: number of adjacent images of a prompt.
-            batch_size: images at a time.
-            latents: initial noise float32 [B, C, H, W] of all images, instead of seeds.
-            output: "pil" for PIL images, "tensor" for float32 [B, 3, height, width] in [0, 1].
-            progress: show a bar.
-
-        Returns:
-            P * num_images_per_prompt images.
-
-        Raises:
-            ValueError: an argument is invalid, or contradicts another one.
-        """
-        if output not in ("pil", "tensor"):
-            raise ValueError(f"output {output!r}: choose 'pil' or 'tensor'")
-        num_images_per_prompt = whole_number("num_images_per_prompt", num_images_per_prompt, least=1)
-        texts, negatives = expand_prompts(prompts, negative_prompts, num_images_per_prompt)
-        size = image_size(height, width, default=self.resolution, factor=self.side_factor)
-        placement = Placement(*(original_size or size), *crop, *size)
-        most_steps = self.noise_process.num_timesteps
-        num_inference_steps = whole_number("num_inference_steps", num_inference_steps, least=1, most=most_steps)
-        batch_size = whole_number("batch_size", batch_size, least=1)
-        seeds = image_seeds(seed, len(texts))
-        noise = self._initial_noise(latents, seeds, size)
-        asked = self.requested_scores(scores)
-
-        scheduler = inference_scheduler(self.noise_scheduler, sampler)
-        was_training = self.network.training
-        self.network.eval()
-        try:
-            images = [torch.empty(0, 3, *size, device="cpu")]
-            for start in range(0, len(texts), batch_size):
-                part = slice(start, start + batch_size)
-                sampled = sample_latents(
-                    self._denoise,
-                    scheduler,
-                    noise[part],
-                    self._encode_prompts(texts[part], placement, asked),
-                    self._encode_prompts(negatives[part], placement, asked),
-                    num_inference_steps=num_inference_steps,
-                    guidance_scale=guidance_scale,
-                    progress=progress,
-                )
-                images.append(self.decode(sampled).cpu())
-        finally:
-            self.network.train(was_training)
-        result = torch.cat(images)
-        return to_pil(result) if output == "pil" else result
-
-    def _initial_noise(self, latents: Tensor | None, seeds: Sequence[int], size: tuple[int, int]) -> Tensor:
-        """Initial noise of images of a size in pixels, given or from their seeds: float32 [B, C, H, W]."""
-        device = next(self.network.parameters()).device
-        shape = (self.network.config["in_channels"], size[0] // self.vae_factor, size[1] // self.vae_factor)
-        if latents is None:
-            return initial_latents(seeds, shape, device)
-        if (found := tuple(latents.shape)) != (expected := (len(seeds), *shape)):
-            raise ValueError(f"latents {found}: {len(seeds)} images of {size[0]} x {size[1]} px take {expected}")
-        return latents.to(device, torch.float32)
-
-    def requested_scores(self, scores: Mapping[str, float] | None) -> Tensor | None:
-        """Scores float32 [S] to ask for, NaN for "none"; None without conditioning on them.
-
-        Raises:
-            ValueError: the model was not trained with one of the scores.
-        """
-        if self.score_embedding is not None:
-            return self.score_embedding.asked(scores).to(self.network.device)
-        if scores:
-            raise ValueError(f"scores {', '.join(scores)}: the model was trained without model.score_conditioning")
-        return None
-
-    def _encode_prompts(self, prompts: Sequence[str], placement: Placement, scores: Tensor | None) -> Conditioning:
-        token_ids = torch.from_numpy(self.tokenize(prompts)).long().to(self.network.device)
-        conditioning = self._adapt(self.conditioner.encode_prompts(token_ids, placement)).to(self.network.dtype)
-        return conditioning._replace(scores=None if scores is None else scores.expand(len(prompts), -1))
-
-    @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Decode the network's latents [B, C, H, W] to images: float32 [B, 3, height, width] in [0, 1]."""
         unscaled = self.latent_scaling.denormalise(latents)
         with upcast(self.vae) as vae:
             decoded = vae.decode(unscaled.to(vae.dtype), return_dict=False)[0]  # pyright: ignore[reportArgumentType]
         return (decoded.float() / 2 + 0.5).clamp(0, 1)
+
+    generate, requested_scores = generation.generate, generation.requested_scores
 
 
 def timestep_bins(num_timesteps: int) -> list[range]:

@@ -9,22 +9,22 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import CLIPTextModel, CLIPTokenizer
 
-from diffusion.config.model import ModelConfig, TextAdapterConfig
+from diffusion.config.ingredients import TextAdapterConfig
+from diffusion.config.model import ModelConfig
 from diffusion.datasets.transforms import Placement
 from diffusion.files import read_json, write_json
 from diffusion.models.conditioning import Conditioner
+from diffusion.models.ingredients.text_adapter import FOLDER, WEIGHTS, build_text_adapter
 from diffusion.models.model_folders import load_pretrained
 from diffusion.models.pretrained import load_language_model, read_safetensors
 from diffusion.models.sampling import expand_prompts
-from diffusion.models.text_adapter import Adapter, build_text_adapter
 from diffusion.models.text_encoders import load_language_tokenizer
 from diffusion.models.tokenizers import tokenize
 
-FOLDER, CONFIG, WEIGHTS = "text_adapter", "config.json", "model.safetensors"
+CONFIG = "config.json"
 
 
 def has_own_encoding(config: ModelConfig) -> bool:
@@ -32,13 +32,12 @@ def has_own_encoding(config: ModelConfig) -> bool:
     return config.text_encoder.chunks > 1 or config.text_encoder.path is not None
 
 
-def write_prompt_encoder(folder: Path, config: ModelConfig, adapter: Adapter | None) -> None:
-    """Write `text_adapter/` of an exported model.
+def write_prompt_encoder(folder: Path, config: ModelConfig) -> None:
+    """Write `text_adapter/` of an exported model, but for the weights of an adapter.
 
     Args:
         folder: the export.
         config: section `model` of the configuration.
-        adapter: the trained adapter, if there is one.
     """
     text, options = config.text_encoder, config.text_adapter
     settings = {
@@ -50,8 +49,6 @@ def write_prompt_encoder(folder: Path, config: ModelConfig, adapter: Adapter | N
     }
     (folder / FOLDER).mkdir()
     write_json(folder / FOLDER / CONFIG, settings)
-    if adapter is not None:
-        save_file(adapter.state_dict(), folder / FOLDER / WEIGHTS)
 
 
 class PromptEncoder:

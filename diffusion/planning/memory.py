@@ -5,7 +5,7 @@ Parameters and activations are counted on networks of the meta device, once for 
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 from diffusers.models.transformers.transformer_prx import PRXAttention, apply_rope
-from omegaconf import MISSING
 from torch import Tensor, nn
 
 from diffusion.config.data import ImageSize, image_sizes, microbatch_size
@@ -21,7 +20,7 @@ from diffusion.config.loading import from_dict, to_yaml
 from diffusion.config.model import Compilation, ModelConfig
 from diffusion.config.schema import Config, Task
 from diffusion.config.training import NumberFormat, Parallelism, Precision
-from diffusion.models.alignment import Alignment, read_image_encoder
+from diffusion.datasets.batch import BatchKey
 from diffusion.models.architectures import (
     ARCHITECTURES,
     build_frozen_text_encoder,
@@ -31,12 +30,10 @@ from diffusion.models.architectures import (
     text_shape,
 )
 from diffusion.models.autoencoder import PatchDiscriminator, build_perceptual
+from diffusion.models.conditioning import Conditioning, text_width
 from diffusion.models.fast.compilation import find_units
-from diffusion.models.lora import add_lora
-from diffusion.models.networks import Network, patch_size_of, text_width_of
-from diffusion.models.score_conditioning import build_score_embedding
-from diffusion.models.text_adapter import Adapter, build_text_adapter
-from diffusion.models.token_routing import TokenRouter
+from diffusion.models.ingredients import Call, Caller, Ingredient, adapt, find_ingredients
+from diffusion.models.networks import Network, text_width_of
 
 WEIGHT_BYTES = GRADIENT_BYTES = EMA_BYTES = 4
 """Master weights, gradients and their averages are fp32."""
@@ -207,8 +204,8 @@ def parameter_counts(config: Config) -> ParameterCounts:
     """Count the parameters of what is configured.
 
     Raises:
-        MachineError: LoRA is configured, and peft is not installed.
-        ConfigurationError: LoRA is to be put beside a layer that is not in the network.
+        MachineError: a package that an ingredient needs is not installed.
+        ConfigurationError: an ingredient does not fit the network.
     """
     if config.task is Task.diffusion:
         return _network_counts(to_yaml(config.model))
@@ -237,57 +234,47 @@ def largest_unit(config: Config) -> int:
 
 
 def meta_network(config: ModelConfig) -> Network:
-    """Build the network as it is trained, with LoRA's matrices where they are configured, on the meta device."""
+    """Build the network as it is trained, on the meta device."""
     with torch.device("meta"):
         network = build_network(config)
-        if config.lora is not None:
-            add_lora(network, config.lora, seed=0)
+        adapt(network, find_ingredients(config), initial=None, seed=0)
     return network
 
 
-def meta_adapter(config: ModelConfig) -> Adapter | None:
-    """Build the text adapter as it is trained, on the meta device; None where none is configured."""
-    if config.text_adapter is None:
-        return None
+def meta_parts(config: ModelConfig) -> tuple[Network, list[Ingredient]]:
+    """Build the network and the ingredients as they are trained, on the meta device."""
+    ingredients = find_ingredients(config)
     with torch.device("meta"):
-        adapter = build_text_adapter(config.text_adapter, build_frozen_text_encoder(config))
-    return adapter.requires_grad_(config.lora is None)
-
-
-def _meta_inputs(
-    config: ModelConfig, network: Network, size: ImageSize, dtype: torch.dtype, adapter: Adapter | None
-) -> dict[str, Any]:
-    """Arguments of a network for one image, as `meta_forward` calls it; SDXL's also takes pooled text and sizes."""
-    spec, settings = ARCHITECTURES[config.architecture], network.config
-    height, width = (side // spec.vae_factor for side in size)
-    with torch.device("meta"):
-        latents = torch.empty(1, settings["in_channels"], height, width, dtype=dtype)
-        inputs: dict[str, Any] = {
-            "timestep": torch.empty(1, dtype=torch.int64),
-            "encoder_hidden_states": torch.empty(1, text_shape(config)[0], text_width_of(network), dtype=dtype),
-        }
-        if adapter is not None:
-            encoded = torch.empty(1, text_shape(config)[0], adapter.shape.text_width, dtype=dtype)
-            inputs["encoder_hidden_states"] = adapter(encoded, torch.ones(encoded.shape[:2], dtype=torch.bool))
-        if spec.component == "transformer":
-            return {**inputs, "hidden_states": latents}
-        if settings["addition_embed_type"] == "text_time":
-            pooled = settings["projection_class_embeddings_input_dim"] - 6 * settings["addition_time_embed_dim"]
-            added = {"text_embeds": torch.empty(1, pooled, dtype=dtype), "time_ids": torch.empty(1, 6, dtype=dtype)}
-            inputs["added_cond_kwargs"] = added
-    return {**inputs, "sample": latents}
+        network, text_encoder = build_network(config), build_frozen_text_encoder(config)
+        for ingredient in ingredients:
+            ingredient.build(network, text_encoder, is_meta=True)
+        adapt(network, ingredients, initial=None, seed=0)
+    return network, ingredients
 
 
 def meta_forward(
-    config: ModelConfig, network: Network, size: ImageSize, dtype: torch.dtype, adapter: Adapter | None = None
+    config: ModelConfig, network: Network, ingredients: Sequence[Ingredient], size: ImageSize, dtype: torch.dtype
 ) -> Tensor:
-    """Prediction in training, with the text adapter if given, for one image of a size in pixels; on the meta device."""
-    inputs = _meta_inputs(config, network, size, dtype, adapter)
-    if config.token_routing is not None:
-        address = torch.empty(1, dtype=torch.int64, device="meta")
-        num_tokens = inputs["hidden_states"][0, 0].numel() // patch_size_of(network) ** 2
-        TokenRouter(network, config.token_routing).select(0, address, address, num_tokens)
-    return network(**inputs).sample
+    """Prediction in training for one image of a size in pixels, on the meta device."""
+    settings: Any = network.config
+    num_tokens, width = text_shape(config)[0], text_width_of(network)
+    if config.adapted_text_width is not None:
+        width = text_width(build_frozen_text_encoder(config))
+    shape = [1, settings["in_channels"], *(side // ARCHITECTURES[config.architecture].vae_factor for side in size)]
+    with torch.device("meta"):
+        latents, address = torch.empty(shape, dtype=dtype), torch.empty(1, dtype=torch.int64)
+        batch = {BatchKey.STEP: address, BatchKey.SAMPLE: address}
+        batch |= {BatchKey.SCORES: torch.empty(1, len(config.score_names))}
+        text, mask = torch.empty(1, num_tokens, width, dtype=dtype), torch.ones(1, num_tokens, dtype=torch.bool)
+        conditioning, call = Conditioning(text, mask=mask), Call(is_training=True, batch=batch)
+        for ingredient in ingredients:
+            conditioning = ingredient.encode(conditioning, call)
+        conditioning = conditioning._replace(mask=None)
+        if settings.get("addition_embed_type") == "text_time":
+            pooled = settings["projection_class_embeddings_input_dim"] - 6 * settings["addition_time_embed_dim"]
+            sizes = torch.empty(1, 6, dtype=dtype)
+            conditioning = conditioning._replace(pooled=torch.empty(1, pooled, dtype=dtype), placement=sizes)
+        return Caller(network, ingredients)(network, latents, address, conditioning, call)
 
 
 def parse_model(text: str) -> ModelConfig:
@@ -298,36 +285,27 @@ def parse_model(text: str) -> ModelConfig:
 @functools.cache
 def _network_counts(model: str) -> ParameterCounts:
     config = parse_model(model)
-    parts, counts = _meta_parts(config), count_parameters(config)
-    if config.score_conditioning is not None:
-        with torch.device("meta"):
-            scores = build_score_embedding(config.score_conditioning, parts[0])
-        parts.append(scores.requires_grad_(config.lora is None))
+    network, ingredients = meta_parts(config)
+    counts, parts = count_parameters(config), _trained_parts(network, ingredients)
     frozen = counts["vae"] + counts["text_encoder"]
-    if config.alignment is not None and config.alignment.path != MISSING:
-        kind, settings = read_image_encoder(config.alignment.path)
-        with torch.device("meta"):
-            frozen += sum(p.numel() for p in kind(settings).parameters())
-            parts.append(Alignment(config.alignment, parts[0], settings.hidden_size))
+    frozen += sum(p.numel() for one in ingredients for part in one.frozen.values() for p in part.parameters())
     trained = _num_trained(parts.parameters())
     fixed = sum(p.numel() for p in parts.parameters()) - trained
     return ParameterCounts(trained, fixed, frozen)
 
 
-def _meta_parts(config: ModelConfig) -> nn.ModuleList:
-    """The network and, where one is configured, the text adapter."""
-    adapter = meta_adapter(config)
-    return nn.ModuleList([meta_network(config)] if adapter is None else [meta_network(config), adapter])
+def _trained_parts(network: Network, ingredients: Iterable[Ingredient]) -> nn.ModuleList:
+    return nn.ModuleList([network, *(one.module for one in ingredients if one.module is not None)])
 
 
 @functools.cache
 def _largest_unit(model: str, compilation: Compilation) -> int:
-    """Return the largest number of parameters of a unit, of the rest of the network, or of the text adapter."""
+    """Return the largest number of parameters of a unit, of the rest of the network, or of an ingredient."""
     config = parse_model(model)
-    network, *adapter = _meta_parts(config)
+    network, *others = _trained_parts(*meta_parts(config))
     sizes = [_num_trained(unit.parameters()) for unit in find_units(network, compilation)]
     rest = _num_trained(network.parameters()) - sum(sizes)
-    return max(*sizes, rest, *(_num_trained(part.parameters()) for part in adapter))
+    return max(*sizes, rest, *(_num_trained(part.parameters()) for part in others))
 
 
 def _num_trained(parameters: Iterable[nn.Parameter]) -> int:
@@ -341,8 +319,8 @@ def _activation_bytes(model: str, size: ImageSize, dtype: torch.dtype) -> int:
     Attention counts as by a flash kernel, which keeps its inputs and output and no scores.
     """
     config = parse_model(model)
-    parts: Any = _meta_parts(config).to(dtype)
-    network, *adapter = parts
+    network, ingredients = meta_parts(config)
+    parts: Any = _trained_parts(network, ingredients).to(dtype)
     network.set_attn_processor(FlashAttentionShapes())
     weights = {parameter.untyped_storage()._cdata for parameter in parts.parameters()}
     kept: dict[int, Tensor] = {}
@@ -354,7 +332,7 @@ def _activation_bytes(model: str, size: ImageSize, dtype: torch.dtype) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = meta_forward(config, network, size, dtype, *adapter)
+        output = meta_forward(config, network, ingredients, size, dtype)
     # The graph of the output keeps the storages, and their numbers, in use.
     assert output.is_meta
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

@@ -26,9 +26,8 @@ from diffusion.planning.memory import (
     ParameterCounts,
     StateMemory,
     largest_size,
-    meta_adapter,
     meta_forward,
-    meta_network,
+    meta_parts,
     parameter_counts,
     parse_model,
     plan_memory,
@@ -135,10 +134,10 @@ def training_flops(config: Config, size: ImageSize) -> int | None:
 @functools.cache
 def _training_flops(model: str, size: ImageSize) -> int | None:
     config = parse_model(model)
-    network, adapter, spec = meta_network(config), meta_adapter(config), ARCHITECTURES[config.architecture]
-    if config.lora is not None:
+    (network, ingredients), spec = meta_parts(config), ARCHITECTURES[config.architecture]
+    if not all(parameter.requires_grad for parameter in network.parameters()):
         with FlopCounterMode(display=False) as counter:
-            meta_forward(config, network, size, torch.float32, adapter).sum().backward()
+            meta_forward(config, network, ingredients, size, torch.float32).sum().backward()
         return counter.get_total_flops()
     height, width = (side // spec.vae_factor for side in size)
     flops = count_flops(
@@ -146,8 +145,7 @@ def _training_flops(model: str, size: ImageSize) -> int | None:
         height=height,
         width=width,
         num_tokens=text_shape(config)[0],
-        adapter=None if adapter is None else adapter.shape,
-        routing=config.token_routing,
+        ingredients=ingredients,
     )
     return flops.training if flops is not None else None
 

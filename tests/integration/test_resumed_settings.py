@@ -34,6 +34,7 @@ FULL = [
     "model.score_conditioning={columns: [{name: a}]}",
     "model.alignment={path: a}",
     "model.lora={}",
+    "model.ingredients=[{path: a}]",
     "autoencoder.equivariance={}",
     "validation={local: a, streams: [{name: a}]}",
     "data={local: a, streams: [{name: a}]}",

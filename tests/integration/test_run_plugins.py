@@ -4,7 +4,9 @@ import pytest
 from composer import Algorithm, Callback
 from composer.loggers import LoggerDestination
 
-from diffusion.config.training import Plugin, PluginsConfig
+from diffusion.config.fields import Plugin
+from diffusion.config.schema import Config
+from diffusion.config.training import PluginsConfig
 from diffusion.errors import ConfigurationError
 from diffusion.plugins import IndexedDataset, build_plugin, check_plugins
 
@@ -68,7 +70,7 @@ def test_a_missing_import_within_the_users_module_is_not_taken_for_a_wrong_path(
     (tmp_path / "own_module_of_a_test.py").write_text("import absent_library\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="absent_library"):
-        check_plugins(PluginsConfig(callbacks=[Plugin(path="own_module_of_a_test.Name")]))
+        check_plugins(Config(plugins=PluginsConfig(callbacks=[Plugin(path="own_module_of_a_test.Name")])))
 
 
 def test_all_paths_and_arguments_are_checked_without_building():
@@ -79,7 +81,7 @@ def test_all_paths_and_arguments_are_checked_without_building():
         train_dataset=Plugin(path="tests.tools.toys.ToyLatent"),
     )
     with pytest.raises(ConfigurationError) as caught:
-        check_plugins(plugins)
+        check_plugins(Config(plugins=plugins))
     lines = str(caught.value).splitlines()
     assert lines[0] == "8 problems:"
     for line, message in zip(

@@ -12,9 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion import optimizers
 from diffusion.checkpointing.save import local_shard
-from diffusion.config.model import Architecture, LoraConfig, ModelConfig
+from diffusion.config.ingredients import LoraConfig
+from diffusion.config.model import Architecture, ModelConfig
 from diffusion.models.architectures import build_network
-from diffusion.models.lora import add_lora
+from diffusion.models.ingredients.lora import add_lora
 from diffusion.optimizers import (
     AdamW,
     Muon,

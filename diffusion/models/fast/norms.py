@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Dtype of the active autocast for the device of x, or None."""
+    """Dtype of the active autocast for the device of x, or None; there is none for the meta device."""
     device_type = x.device.type
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    is_active = device_type != "meta" and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if is_active else None
 
 
 class _LowPrecision:

@@ -26,7 +26,7 @@ from diffusion.models import fast
 from diffusion.models.architectures import build_network
 from diffusion.models.fast.compilation import find_blocks, outer_norms
 from diffusion.models.fast.norms import autocast_dtype, use_low_precision_norms
-from diffusion.models.lora import add_lora
+from diffusion.models.ingredients import adapt, find_ingredients
 from diffusion.models.networks import Network
 
 
@@ -166,8 +166,7 @@ def _start(model: ModelConfig, performance: PerformanceConfig, device: Device) -
         if model.low_precision_norms:
             use_low_precision_norms(_network)
         fast.apply(_network, performance, device)
-        if model.lora is not None:
-            add_lora(_network, model.lora, seed=0)
+        adapt(_network, find_ingredients(model), initial=None, seed=0)
     _network.train()
 
 

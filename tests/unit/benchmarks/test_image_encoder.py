@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import image_encoder
-from diffusion.models.alignment import load_image_encoder
+from diffusion.models.ingredients.alignment import load_image_encoder
 
 
 def test_what_is_trained_is_an_image_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,23 +9,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModel
 
+from diffusion.config.ingredients import AlignmentConfig, TokenRoutingConfig
 from diffusion.config.loading import to_yaml
 from diffusion.config.model import (
-    AlignmentConfig,
     Architecture,
     Compilation,
     ModelConfig,
     ObjectiveConfig,
     PerformanceConfig,
     PredictionType,
-    TokenRoutingConfig,
 )
 from diffusion.config.training import Device
 from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError
 from diffusion.models import build_model, fast
-from diffusion.models.alignment import load_image_encoder
 from diffusion.models.build import load_weights
+from diffusion.models.ingredients.alignment import load_image_encoder
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.planning.memory import _network_counts
 from tests.tools.image_encoders import MEAN, STD, write_image_encoder
@@ -109,8 +108,7 @@ def test_loss_is_less_the_mean_similarity_at_each_position(folder, architecture)
     hidden = hidden if hidden.ndim == 3 else hidden.flatten(2).transpose(1, 2)
     # Latents are 8 x 6, tokens 4 x 3; the middle of the tiny U-Nets is 4 x 3, too.
     features = load_image_encoder(str(folder))(images[BatchKey.IMAGE], (4, 3)).flatten(2).transpose(1, 2)
-    assert model.alignment is not None
-    projected = model.alignment.projector(hidden)
+    projected = model.get_submodule("alignment.projector")(hidden)
     cosines = (projected * features).sum(-1) / (projected.norm(dim=-1) * features.norm(dim=-1))
     torch.testing.assert_close(found["alignment"], -0.5 * cosines.mean())
     plain = build(config_of(None, architecture))
@@ -122,9 +120,8 @@ def test_coarser_states_are_compared_with_means_of_features(folder):
     network = {"block_out_channels": [8, 8, 16], "norm_num_groups": 4, "down_block_types": ["DownBlock2D"] * 3}
     network |= {"up_block_types": ["UpBlock2D"] * 3, "attention_head_dim": 2}
     model = build(replace(config_of(folder, Architecture.tiny), network=network))
-    assert model.alignment is not None
     seen: list[Tensor] = []
-    model.alignment.projector.register_forward_hook(lambda *call: seen.append(call[2]))
+    model.get_submodule("alignment.projector").register_forward_hook(lambda *call: seen.append(call[2]))
     found = terms(model, batch(height=32, width=32))["alignment"]
     features = load_image_encoder(str(folder))(batch(height=32, width=32)[BatchKey.IMAGE], (4, 4))
     means = features.unflatten(3, (2, 2)).unflatten(2, (2, 2)).mean(dim=(3, 5))  # [B, E, 2, 2]
@@ -134,13 +131,13 @@ def test_coarser_states_are_compared_with_means_of_features(folder):
 
 def test_tokens_that_are_routed_around_the_block_are_not_compared(folder):
     model = build(config_of(folder, token_routing=TokenRoutingConfig(share=0.5, first=1, last=-2)))
-    assert model.alignment is not None and model._router is not None
     seen: list[Tensor] = []
-    model.alignment.projector.register_forward_hook(lambda *call: seen.append(call[2]))
+    model.get_submodule("alignment.projector").register_forward_hook(lambda *call: seen.append(call[2]))
     found = terms(model, batch())["alignment"]
-    assert model._router.kept is not None and seen[0].shape == (6, 6, 24)
+    all_kept = model.caller.call.kept
+    assert all_kept is not None and seen[0].shape == (6, 6, 24)
     features = load_image_encoder(str(folder))(batch()[BatchKey.IMAGE], (4, 3)).flatten(2).transpose(1, 2)
-    kept = torch.stack([one[index] for one, index in zip(features, model._router.kept, strict=True)])
+    kept = torch.stack([one[index] for one, index in zip(features, all_kept, strict=True)])
     torch.testing.assert_close(found, -0.5 * F.cosine_similarity(seen[0], kept, dim=-1).mean())
 
 
@@ -164,19 +161,20 @@ def test_neither_microbatches_nor_recomputation_nor_compilation_matter(folder):
 
 def test_validation_and_later_phases_do_without(folder):
     model, plain = build(config_of(folder)), build(config_of(None))
-    assert model.eval_forward(batch()).similarity is None
+    assert model.eval_forward(batch()).values == {}
     assert torch.equal(model.eval_forward(batch()).prediction, plain.eval_forward(batch()).prediction)
     load_weights(plain, model.state_dict(), "phase 1")  # The next phase leaves the projection.
-    before = {name: value.clone() for name, value in model.alignment.state_dict().items()}  # pyright: ignore
+    projection = model.get_submodule("alignment")
+    before = {name: value.clone() for name, value in projection.state_dict().items()}
     load_weights(model, plain.state_dict(), "phase 1")  # Or begins with it.
-    assert all(torch.equal(value, before[name]) for name, value in model.alignment.state_dict().items())  # pyright: ignore
+    assert all(torch.equal(value, before[name]) for name, value in projection.state_dict().items())
 
 
 def test_the_plan_counts_the_projection_and_the_frozen_encoder(folder):
     config = config_of(folder)
     counts, plain = _network_counts(to_yaml(config)), _network_counts(to_yaml(config_of(None)))
     model = build(config)
-    trained = sum(parameter.numel() for parameter in model.alignment.parameters())  # pyright: ignore
+    trained = sum(parameter.numel() for parameter in model.get_submodule("alignment").parameters())
     frozen = sum(parameter.numel() for parameter in model.frozen_parts[-1].parameters())
     assert [one - other for one, other in zip(counts, plain, strict=True)] == [trained, 0, frozen]
 

@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from diffusion.config.model import Architecture, LoraConfig, ModelConfig, TextAdapterConfig
+from diffusion.config.ingredients import LoraConfig, TextAdapterConfig
+from diffusion.config.model import Architecture, ModelConfig
 from diffusion.datasets.batch import BatchKey
 from diffusion.models.architectures import build_network
 from diffusion.models.build import tiny
 from diffusion.models.flops import batch_flops, count_flops
-from diffusion.models.lora import add_lora
+from diffusion.models.ingredients.lora import add_lora
 from diffusion.models.networks import text_width_of
-from diffusion.planning.memory import meta_adapter
+from diffusion.planning.memory import meta_parts
 
 SMALL = {"block_out_channels": [16, 32], "norm_num_groups": 4}
 
@@ -73,12 +74,11 @@ def test_as_torch_counts(case):
 @pytest.mark.parametrize("architecture", [Architecture.tiny, Architecture.transformer_s])
 def test_the_adapter_and_the_gradients_of_its_text_are_counted(architecture):
     config = ModelConfig(architecture=architecture, text_adapter=TextAdapterConfig(layers=2))
-    network, adapter = meta_network(config), meta_adapter(config)
-    assert adapter is not None
+    network, ingredients = meta_parts(config)
     num_tokens = 24
-    flops = count_flops(network.config, height=16, width=16, num_tokens=num_tokens, adapter=adapter.shape)
+    flops = count_flops(network.config, height=16, width=16, num_tokens=num_tokens, ingredients=ingredients)
     assert flops is not None
-    assert (flops.forward, flops.training) == counted(network, 16, 16, num_tokens, adapter)
+    assert (flops.forward, flops.training) == counted(network, 16, 16, num_tokens, ingredients[0].module)
 
 
 def test_under_lora_weights_have_no_gradients():

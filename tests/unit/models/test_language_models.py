@@ -9,18 +9,19 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 from transformers import AutoModel, Qwen3Model, T5EncoderModel
 
-from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, TextAdapterConfig, TextEncoderConfig
+from diffusion.config.ingredients import TextAdapterConfig
+from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, TextEncoderConfig
 from diffusion.config.schema import Config
 from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError
 from diffusion.models import build_model, count_parameters
 from diffusion.models.architectures import text_shape
+from diffusion.models.ingredients.text_adapter import LanguageAdapter
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.networks import text_width_of
 from diffusion.models.pretrained import module_identity, tokenizer_identity
 from diffusion.models.prompt_encoder import PromptEncoder, write_prompt_encoder
 from diffusion.models.sampling import image_seeds, initial_latents
-from diffusion.models.text_adapter import LanguageAdapter
 from diffusion.models.tokenizers import caption_tokenizer, load_tokenizer, tokenize
 from diffusion.planning.memory import parameter_counts
 from tests.tools.language_models import WIDTHS, WORDS, write_language_model
@@ -116,7 +117,7 @@ def test_the_network_follows_the_width_and_reads_beyond_77_tokens(folders, kind,
 def test_an_adapter_has_any_width_and_is_trained(folders, architecture):
     config = config_of(folders["qwen3"], architecture, TextAdapterConfig(layers=2, width=80))
     model = build(config)
-    adapter = model.text_adapter
+    adapter = model.get_submodule("text_adapter")
     assert isinstance(adapter, LanguageAdapter)
     assert text_width_of(model.network) == 80
     assert parameter_counts(Config(model=config)).trained == sum(p.numel() for p in model.parameters())
@@ -154,7 +155,9 @@ def test_an_export_gives_the_images_of_generate(folders, tmp_path, kind, adapter
     model = build(config).eval()
     write_model(model, tmp_path, resolution=32)
     is_masked = architecture is Architecture.tiny_transformer
-    write_prompt_encoder(tmp_path, config, model.text_adapter)
+    write_prompt_encoder(tmp_path, config)
+    for ingredient in model.ingredients:
+        ingredient.write(tmp_path, model.frozen, model.get_submodule(ingredient.part).state_dict())
     pipeline = DiffusionPipeline.from_pretrained(tmp_path, local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
     latents = initial_latents(image_seeds(5, 1), (4, 8, 8), torch.device("cpu"))

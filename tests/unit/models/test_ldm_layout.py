@@ -14,14 +14,15 @@ from diffusers.loaders.single_file_utils import (
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from diffusion.config.model import Architecture, LoraConfig, ModelConfig
+from diffusion.config.ingredients import LoraConfig
+from diffusion.config.model import Architecture, ModelConfig
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.models import tiny
 from diffusion.models.architectures import ARCHITECTURES, build_network, build_text_encoder, build_vae, with_seed
 from diffusion.models.build import tiny_transformer
 from diffusion.models.conditioning import DualTextEncoder
+from diffusion.models.ingredients.lora import add_lora, kohya_layout, merged
 from diffusion.models.ldm_layout import read_single_file, single_file, unet_names
-from diffusion.models.lora import add_lora, kohya_layout, merged
 from diffusion.models.pretrained import (
     SCHEDULER_KEY,
     FrozenParts,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from diffusion.callbacks.step import CountChunks
-from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, TextAdapterConfig, TextEncoderConfig
+from diffusion.config.ingredients import TextAdapterConfig
+from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, TextEncoderConfig
 from diffusion.datasets.batch import BatchKey, split_batch
 from diffusion.models import build_model
 from diffusion.models.architectures import ARCHITECTURES, build_text_encoder, text_shape, with_seed

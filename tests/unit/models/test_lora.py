@@ -2,10 +2,11 @@ import pytest
 import torch
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 
-from diffusion.config.model import Architecture, LoraConfig, ModelConfig
+from diffusion.config.ingredients import LoraConfig
+from diffusion.config.model import Architecture, ModelConfig
 from diffusion.errors import ConfigurationError
 from diffusion.models.architectures import build_network
-from diffusion.models.lora import add_lora, has_lora, merged, write_lora
+from diffusion.models.ingredients.lora import add_lora, has_lora, merged, write_lora
 
 
 def small_unet() -> UNet2DConditionModel:

@@ -24,7 +24,7 @@ from diffusion.evaluation.generate import PipelineGenerator
 from diffusion.evaluation.hpsv3 import RewardModel
 from diffusion.evaluation.object_checks import ZeroShotDetector
 from diffusion.evaluation.vqa import VisionLanguageModel
-from diffusion.models.alignment import load_image_encoder
+from diffusion.models.ingredients.alignment import load_image_encoder
 from diffusion.models.pretrained import load_frozen_parts, load_pretrained, module_identity, read_vae
 from diffusion.models.prompt_encoder import PromptEncoder, write_prompt_encoder
 from diffusion.models.text_encoders import load_language_tokenizer
@@ -44,7 +44,7 @@ HUB_NAME = "someone/clip"
 
 def write_pipeline(folder: Path, architecture: Architecture = Architecture.tiny) -> None:
     write_model(build(architecture), folder)
-    write_prompt_encoder(folder, ModelConfig(architecture=architecture), None)
+    write_prompt_encoder(folder, ModelConfig(architecture=architecture))
 
 
 def frozen_parts(folder: Path, architecture: Architecture = Architecture.tiny) -> list[nn.Module]:

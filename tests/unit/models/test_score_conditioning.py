@@ -7,24 +7,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from diffusion.config.ingredients import LoraConfig, ScoreColumn, ScoreConditioningConfig
 from diffusion.config.loading import to_yaml
 from diffusion.config.model import (
     Architecture,
     Compilation,
-    LoraConfig,
     ModelConfig,
     ObjectiveConfig,
     PerformanceConfig,
     PredictionType,
-    ScoreColumn,
-    ScoreConditioningConfig,
 )
 from diffusion.config.training import Device
 from diffusion.datasets.batch import BatchKey
 from diffusion.models import build_model, fast
 from diffusion.models.build import load_weights
+from diffusion.models.ingredients.score_conditioning import ScoreEmbedding, drop_scores, fold_scores, fourier_features
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.score_conditioning import drop_scores, fold_scores, fourier_features
 from diffusion.planning.memory import _network_counts
 
 UNET = {"block_out_channels": [16, 32], "norm_num_groups": 4}
@@ -70,6 +68,12 @@ def batch(num: int = 6) -> dict[str, Tensor]:
     }
 
 
+def embedding_of(model: LatentDiffusion) -> ScoreEmbedding:
+    embedding = model.get_submodule("score_embedding")
+    assert isinstance(embedding, ScoreEmbedding)
+    return embedding
+
+
 def images(model: LatentDiffusion, prompts: str | list[str], **options: Any) -> Tensor:
     fixed = {"num_inference_steps": 2, "seed": 0, "output": "tensor", "progress": False}
     found = model.generate(prompts, **{**fixed, **options})
@@ -97,8 +101,7 @@ def test_zero_at_first_then_of_normalised_scores(architecture):
     assert torch.equal(plain.forward(batch()).prediction, fresh.forward(batch()).prediction)
     assert torch.equal(images(plain, "a"), images(fresh, "a", scores={"aesthetic": 7.0}))
     model = build(0.0, architecture)
-    embedding = model.score_embedding
-    assert embedding is not None
+    embedding = embedding_of(model)
     added = embedding(embedding.features(torch.tensor([[8.0, NAN]])))
     known = torch.cat([fourier_features(torch.tensor([[2.0]]))[0, 0], embedding.none[1]])
     expected = embedding.out_layer(torch.nn.functional.silu(embedding.in_layer(known)))
@@ -117,9 +120,8 @@ def both_scores() -> list[Tensor]:
 
 def test_it_is_trained_with_the_network():
     model = build(0.5)
-    assert model.score_embedding is not None
     gradients(model, [batch()])
-    found = [parameter.grad for parameter in model.score_embedding.parameters()]
+    found = [parameter.grad for parameter in embedding_of(model).parameters()]
     assert len(found) == 5 and all(grad is not None and grad.abs().max() > 0 for grad in found)
 
 
@@ -157,8 +159,7 @@ def test_microbatches_have_the_same_scores_and_gradients(architecture):
 @pytest.mark.parametrize("scores", [None, {"sharpness": 40.0, "aesthetic": 7.0}])
 def test_a_folded_network_gives_the_same_images(architecture, scores):
     model, plain = build(0.1, architecture), build(None, architecture)
-    assert model.score_embedding is not None
-    weights = fold_scores(model.state_dict(), model.component, model.score_embedding, scores)
+    weights = fold_scores(model.state_dict(), model.component, embedding_of(model), scores)
     plain.network.load_state_dict({n.partition(".")[2]: w for n, w in weights.items() if n.startswith(model.component)})
     prompts = ["a red circle", "a star"]
     expected = images(model, prompts, scores=scores)
@@ -189,9 +190,7 @@ def test_compiled_in_one_graph(traced):
 
 def test_parameters_are_planned():
     counts = [_network_counts(to_yaml(config_of(Architecture.tiny, dropout))) for dropout in (None, 0.1)]
-    embedding = build(0.1).score_embedding
-    assert embedding is not None
-    size = sum(parameter.numel() for parameter in embedding.parameters())
+    size = sum(parameter.numel() for parameter in embedding_of(build(0.1)).parameters())
     assert counts[1] == counts[0]._replace(trained=counts[0].trained + size)
     lora = [_network_counts(to_yaml(config_of(Architecture.tiny, d, lora=LoraConfig()))) for d in (None, 0.1)]
     assert lora[1] == lora[0]._replace(fixed=lora[0].fixed + size)

@@ -125,11 +125,9 @@ def test_images_latents_and_stored_texts_give_the_same_loss(dropout):
     assert bool(changed.all()) == (dropout == 0.0), "a dropped caption's is that of the empty caption"
 
 
-def test_draws_are_observed():
-    model, batch, seen = small_model(caption_dropout=0.0), batch_of(), []
-    model.observer = seen.append
-    model(batch)
-    [draws] = seen
+def test_draws_are_those_of_the_batch():
+    model, batch = small_model(caption_dropout=0.0), batch_of()
+    draws = model(batch).draws
     for found, key in ((draws.placement, BatchKey.PLACEMENT), (draws.content, BatchKey.IMAGE)):
         assert torch.equal(found, batch[key])
     assert torch.equal(draws.token_ids, batch[BatchKey.TOKEN_IDS])

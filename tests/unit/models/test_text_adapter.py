@@ -4,15 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, PredictionType, TextAdapterConfig
+from diffusion.config.ingredients import TextAdapterConfig
+from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, PredictionType
 from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError
 from diffusion.models import build_model
 from diffusion.models.architectures import ARCHITECTURES, build_text_encoder, with_seed
 from diffusion.models.build import load_weights
 from diffusion.models.conditioning import encode_tokens
+from diffusion.models.ingredients.text_adapter import TextAdapter, with_adapter
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.text_adapter import TextAdapter, with_adapter
 
 IDS = torch.randint(1, 2000, (3, 24), generator=torch.Generator().manual_seed(0))
 UNET = {"block_out_channels": [16, 32], "norm_num_groups": 4}
@@ -65,11 +66,12 @@ def test_it_is_trained_with_the_network():
     losses = [model.loss(model.forward(batch()), batch()) for model in (plain, adapted)]
     torch.testing.assert_close(losses[0], losses[1], msg="the identity at first")
     losses[1].backward()
-    assert adapted.text_adapter is not None
-    last = adapted.text_adapter.layers[1].mlp.fc2.weight.grad
+    adapter = adapted.get_submodule("text_adapter")
+    assert isinstance(adapter, TextAdapter)
+    last = adapter.layers[1].mlp.fc2.weight.grad
     assert last is not None and last.abs().max() > 0
     assert all(not parameter.requires_grad for parameter in adapted.text_encoder.parameters())
-    trained(adapted.text_adapter)
+    trained(adapter)
     options = {"num_inference_steps": 2, "seed": 0, "output": "tensor", "progress": False}
     images = [model.generate("a red circle", **options) for model in (plain, adapted)]
     assert not torch.equal(*images)

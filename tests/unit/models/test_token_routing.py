@@ -1,10 +1,13 @@
 """Token routing: which tokens skip which blocks, and where routing has no effect."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from diffusion.config.ingredients import TokenRoutingConfig
 from diffusion.config.loading import to_yaml
 from diffusion.config.model import (
     Architecture,
@@ -13,16 +16,17 @@ from diffusion.config.model import (
     ObjectiveConfig,
     PerformanceConfig,
     PredictionType,
-    TokenRoutingConfig,
 )
 from diffusion.config.training import Device
 from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError
 from diffusion.models import build_model, fast
+from diffusion.models.conditioning import Conditioning
 from diffusion.models.flops import count_flops
+from diffusion.models.ingredients import Call, Caller
+from diffusion.models.ingredients.token_routing import TokenRoutingIngredient, select_tokens
 from diffusion.models.latent_diffusion import LatentDiffusion, Prediction
-from diffusion.models.token_routing import TokenRouter, select_tokens
-from diffusion.planning.memory import ImageSize, _activation_bytes, meta_forward, meta_network
+from diffusion.planning.memory import ImageSize, _activation_bytes, meta_forward, meta_parts
 
 SMALL = {"hidden_size": 32, "num_heads": 2, "depth": 5, "axes_dim": (8, 8)}
 ROUTING = TokenRoutingConfig(share=0.5, first=1, last=-2)
@@ -81,28 +85,34 @@ def test_tokens_skip_the_blocks_between_and_keep_their_positions():
     class Probed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList(Probe(i) for i in range(5))
+            self.blocks, self.config = nn.ModuleList(Probe(i) for i in range(5)), {}
 
         def forward(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
             for block in self.blocks:
                 hidden_states = block(hidden_states=hidden_states, image_rotary_emb=positions)
             return hidden_states
 
-    network = Probed()
-    router = TokenRouter(network, ROUTING)
-    step, sample = torch.tensor([3, 3]), torch.tensor([11, 12])
+    network: Any = Probed()
+    router = TokenRoutingIngredient(ROUTING)
+    caller = Caller(network, [router])
     places = torch.arange(10.0).expand(2, 10)
     positions = places[:, None, :, None, None, None].expand(2, 1, 10, 4, 2, 2)
-    router.select(17, step, sample, 10)
-    assert router.kept is not None and router.kept.shape == (2, 5)
-    found = network(torch.zeros(2, 10, 2), positions)
-    is_kept = torch.zeros(2, 10, dtype=torch.bool).scatter(1, router.kept, True)
+
+    def predict(is_training: bool = True) -> Tensor:
+        addresses = {BatchKey.STEP: torch.tensor([3, 3]), BatchKey.SAMPLE: torch.tensor([11, 12])}
+        caller.call = Call(seed=17, is_training=is_training, batch=addresses)
+        router.before(caller.call, torch.zeros(2, 4, 2, 5), Conditioning(torch.zeros(2, 1, 1)))
+        return network(torch.zeros(2, 10, 2), positions)
+
+    found, kept = predict(), caller.call.kept
+    assert kept is not None and kept.shape == (2, 5)
+    is_kept = torch.zeros(2, 10, dtype=torch.bool).scatter(1, kept, True)
     assert torch.equal(found[..., 0], torch.where(is_kept, 11111.0, 10001.0))
     assert torch.equal(found[..., 1], torch.where(is_kept, 5 * places, 2 * places))
     network.eval()
-    assert (network(torch.zeros(2, 10, 2), positions)[..., 0] == 11111).all()
-    router.select(17, step, sample, 10, is_training=False)
-    assert (network.train()(torch.zeros(2, 10, 2), positions)[..., 0] == 11111).all()
+    assert (predict()[..., 0] == 11111).all()
+    network.train()
+    assert (predict(is_training=False)[..., 0] == 11111).all()
 
 
 def test_each_set_of_tokens_is_as_likely_and_a_function_of_the_address():
@@ -156,11 +166,12 @@ def test_compiled_in_one_graph_each(traced):
 
 def test_operations_are_those_that_torch_counts():
     config = ModelConfig(architecture=Architecture.tiny_transformer, network=SMALL, token_routing=ROUTING)
-    network, size = meta_network(config), ImageSize(32, 24)
+    (network, ingredients), size = meta_parts(config), ImageSize(32, 24)
     with FlopCounterMode(display=False) as counter:
-        meta_forward(config, network, size, torch.float32).sum().backward()
+        meta_forward(config, network, ingredients, size, torch.float32).sum().backward()
     counts = [
-        count_flops(network.config, height=8, width=6, num_tokens=24, routing=routing) for routing in (None, ROUTING)
+        count_flops(network.config, height=8, width=6, num_tokens=24, ingredients=of_run)
+        for of_run in ([], ingredients)
     ]
     assert counts[0] is not None and counts[1] is not None
     assert counts[1].training == counter.get_total_flops() < 0.8 * counts[0].training

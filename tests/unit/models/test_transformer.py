@@ -7,14 +7,8 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor
 
-from diffusion.config.model import (
-    Architecture,
-    FlowConfig,
-    ModelConfig,
-    ObjectiveConfig,
-    PredictionType,
-    TokenRoutingConfig,
-)
+from diffusion.config.ingredients import TokenRoutingConfig
+from diffusion.config.model import Architecture, FlowConfig, ModelConfig, ObjectiveConfig, PredictionType
 from diffusion.datasets.batch import BatchKey
 from diffusion.models import build_model
 from diffusion.models.architectures import side_factor

@@ -12,7 +12,7 @@ from diffusion.config.model import AutoencoderConfig
 from diffusion.errors import ConfigurationError
 from diffusion.models import build_model
 from diffusion.models.architectures import TINY, build_vae
-from diffusion.models.lora import add_lora
+from diffusion.models.ingredients.lora import add_lora
 from diffusion.planning.fleets import Fleet, rate_for
 from diffusion.planning.memory import ParameterCounts, activation_bytes, largest_unit, parameter_counts, plan_memory
 from diffusion.planning.plan import plan_run, training_flops
@@ -78,7 +78,7 @@ def test_a_text_adapter_is_trained_and_under_lora_it_is_fixed():
     config = toy(*adapter)
     built = build_model(config.model, config.objective, resolution=32, seed=17)
     plain, counts = parameter_counts(toy()), parameter_counts(config)
-    size = num_parameters(built.text_adapter)
+    size = num_parameters(built.get_submodule("text_adapter"))
     assert counts == plain._replace(trained=num_parameters(built))
     assert counts.trained - plain.trained == size
     assert largest_unit(config) == max(largest_unit(toy()), size)

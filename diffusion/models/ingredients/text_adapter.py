@@ -9,17 +9,29 @@ both directions.
 Shape letters: B batch, L tokens, D width of the text encoding.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import CLIPTextModel
 from transformers.activations import ACT2FN
 
-from diffusion.config.model import TextAdapterConfig
-from diffusion.models.flops import AdapterShape
+from diffusion.config.ingredients import TextAdapterConfig
+from diffusion.models.conditioning import Conditioning
+from diffusion.models.fast.norms import autocast_dtype
+from diffusion.models.flops import OperationCounter
+from diffusion.models.ingredients.base import Call, Ingredient
+from diffusion.models.networks import Network
+from diffusion.models.pretrained import FrozenParts
 from diffusion.models.text_encoders import LanguageModel
+
+FOLDER, WEIGHTS = "text_adapter", "model.safetensors"
+"""Where an exported model holds the adapter that its own text encoder does not."""
 
 
 class _Attention(nn.Module):
@@ -77,7 +89,6 @@ class TextAdapter(nn.Module):
         options = {**shape, "activation": config.hidden_act, "eps": config.layer_norm_eps}
         self.layers = nn.ModuleList(_Layer(config.hidden_size, **options) for _ in range(num_layers))
         norm = text_encoder.final_layer_norm
-        self.shape = AdapterShape(num_layers, config.hidden_size, config.intermediate_size, config.hidden_size)
         self.final_layer_norm = nn.LayerNorm(norm.weight.shape, norm.eps)
         self.final_layer_norm.load_state_dict(norm.state_dict())
 
@@ -109,7 +120,6 @@ class LanguageAdapter(nn.Module):
         options: dict[str, Any] = {"num_heads": num_heads, "inner": 4 * width, "activation": "gelu", "eps": 1e-5}
         self.layers = nn.ModuleList(_Layer(width, **options) for _ in range(num_layers))
         self.final_layer_norm = nn.LayerNorm(width)
-        self.shape = AdapterShape(num_layers, width, 4 * width, text_width, has_projection=True)
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
         """Map hidden states [B, L, W] to [B, L, D], zeros at the padding, which bool [B, L] excludes."""
@@ -141,3 +151,47 @@ def with_adapter(text_encoder: CLIPTextModel, adapter: TextAdapter) -> CLIPTextM
         layer.load_state_dict(trained.state_dict())
     merged.final_layer_norm.load_state_dict(adapter.final_layer_norm.state_dict())
     return merged.eval().requires_grad_(False)
+
+
+class TextAdapterIngredient(Ingredient):
+    """Continues the text encoding by trained layers."""
+
+    key = part = "text_adapter"
+    name_in_exports = "a text adapter"
+    module: Adapter
+
+    def __init__(self, config: TextAdapterConfig) -> None:
+        self._config = config
+
+    def build(self, network: Network, text_encoder: nn.Module, *, is_meta: bool = False) -> None:
+        """Build the adapter."""
+        self.module = build_text_adapter(self._config, text_encoder)
+        self.continues_text_encoder = isinstance(self.module, TextAdapter)
+
+    def encode(self, conditioning: Conditioning, call: Call) -> Conditioning:
+        """Continue the text encoding."""
+        if autocast_dtype(conditioning.text) is None:
+            conditioning = conditioning.to(next(self.module.parameters()).dtype)
+        return conditioning._replace(text=self.module(conditioning.text, conditioning.mask))
+
+    def operations(self, num_tokens: int) -> OperationCounter:
+        """Count the linear layers and the attention."""
+        counter = OperationCounter()
+        if isinstance(self.module, LanguageAdapter):
+            counter.linear(num_tokens, self.module.projection.in_features, self.module.projection.out_features)
+        for layer in self.module.layers:
+            width, inner = layer.mlp.fc1.in_features, layer.mlp.fc1.out_features
+            counter.linear(num_tokens, width, 4 * width)
+            counter.attention(num_tokens, num_tokens, width)
+            counter.linear(num_tokens, width, 2 * inner)
+        return counter
+
+    def write(self, folder: Path, frozen: FrozenParts, weights: Mapping[str, Tensor]) -> FrozenParts:
+        """Make the layers those of the CLIP text encoder; where that is not possible, write them beside it."""
+        if (folder / FOLDER).is_dir():
+            save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / FOLDER / WEIGHTS)
+            return frozen
+        adapter = build_text_adapter(self._config, frozen.text_encoder)
+        adapter.load_state_dict(weights)
+        assert isinstance(adapter, TextAdapter) and isinstance(frozen.text_encoder, CLIPTextModel)
+        return replace(frozen, text_encoder=with_adapter(frozen.text_encoder, adapter))

@@ -4,7 +4,7 @@ The layers are peft's, whose files diffusers loads. Checkpoints hold W, A and B 
 `X.lora_A.default.weight` and `X.lora_B.default.weight`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffusion.config.model import LoraConfig
+from diffusion.config.ingredients import LoraConfig
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.models.architectures import with_seed
+from diffusion.models.ingredients.base import Ingredient
 from diffusion.models.networks import component_name
 
 _ADAPTER = "default"
@@ -104,3 +105,33 @@ def write_lora(folder: Path, weights: Mapping[str, Tensor], config: LoraConfig) 
     }
     metadata = _peft_config(config).to_dict()
     StableDiffusionPipeline.save_lora_weights(folder, unet_lora_layers=layers, unet_lora_adapter_metadata=metadata)
+
+
+class LoraIngredient(Ingredient):
+    """Trains LoRA's matrices in place of all weights."""
+
+    key = "lora"
+    freezes_weights = True
+
+    def __init__(self, config: LoraConfig) -> None:
+        self._config = config
+
+    def adapt(self, network: nn.Module, parts: Sequence[nn.Module], missing: Collection[str], seed: int) -> None:
+        """Freeze all weights, and add the matrices.
+
+        Raises:
+            MachineError: peft is not installed.
+            ConfigurationError: the network has no layer of a target's name, or a part would stay at random weights.
+        """
+        for key in missing:
+            raise ConfigurationError(
+                f"init_from.checkpoint has no weights for model.{key}, and with model.lora it is not trained. Remove "
+                f"model.{key}, or train all weights first (model.lora=null)"
+            )
+        for part in parts:
+            part.requires_grad_(False)
+        add_lora(network, self._config, seed)
+
+    def merged(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Merge the matrices, if there are any."""
+        return merged(weights, self._config) if has_lora(weights) else weights

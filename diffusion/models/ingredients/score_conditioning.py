@@ -16,8 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffusion.config.model import ScoreConditioningConfig
+from diffusion.config.ingredients import ScoreConditioningConfig
+from diffusion.datasets.batch import BatchKey
+from diffusion.models.conditioning import Conditioning
 from diffusion.models.fast.norms import autocast_dtype
+from diffusion.models.ingredients.base import Call, Caller, Ingredient
 from diffusion.models.networks import Network, component_name
 from diffusion.randomness import Purpose, uniform
 
@@ -80,28 +83,6 @@ class ScoreEmbedding(nn.Module):
         return torch.tensor([scores.get(name, math.nan) for name in self.config.names])
 
 
-class ScoreConditioner:
-    """Adds the vector of scores to the time embedding of a network, by a hook."""
-
-    def __init__(self, network: Network, embedding: ScoreEmbedding) -> None:
-        self._embedding = embedding
-        self._added: Tensor | None = None
-        time_embedding = LAST_LAYERS[component_name(network)].partition(".")[0]
-        network.get_submodule(time_embedding).register_forward_hook(self._add)
-
-    def set(self, scores: Tensor) -> None:
-        """Compute what is added in the next forward pass, from scores float32 [B, S], NaN where missing."""
-        features = self._embedding.features(scores)
-        if autocast_dtype(features) is None:
-            features = features.to(self._embedding.none.dtype)
-        self._added = self._embedding(features)
-
-    def _add(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-        added, self._added = self._added, None
-        assert added is not None, "scores are set before each forward pass"
-        return output + added.to(output.dtype)
-
-
 def build_score_embedding(config: ScoreConditioningConfig, network: nn.Module) -> ScoreEmbedding:
     """Build the embedding of scores for a network."""
     last = network.get_submodule(LAST_LAYERS[component_name(network)])
@@ -126,3 +107,65 @@ def fold_scores(
     name = f"{component}.{LAST_LAYERS[component]}.bias"
     added = embedding(embedding.features(embedding.asked(scores)[None]))[0]
     return {**weights, name: weights[name] + added.to(weights[name].dtype)}
+
+
+class ScoreConditioningIngredient(Ingredient):
+    """Adds the vector of scores to the time embedding of a network."""
+
+    key, part = "score_conditioning", "score_embedding"
+    module: ScoreEmbedding
+
+    def __init__(self, config: ScoreConditioningConfig) -> None:
+        self._config = config
+
+    def build(self, network: Network, text_encoder: nn.Module, *, is_meta: bool = False) -> None:
+        """Build the embedding."""
+        self.module = build_score_embedding(self._config, network)
+
+    def attach(self, network: Network, caller: Caller) -> None:
+        """Register a hook at the time embedding."""
+        self._caller = caller
+        time_embedding = LAST_LAYERS[component_name(network)].partition(".")[0]
+        network.get_submodule(time_embedding).register_forward_hook(self._add)
+
+    def encode(self, conditioning: Conditioning, call: Call) -> Conditioning:
+        """Take the scores float32 [B, S] of a batch, in training with dropped ones."""
+        if not call.batch:  # Sampling, with the requested scores.
+            return conditioning
+        if BatchKey.SCORES not in call.batch:
+            raise ValueError("the data has no scores, which model.score_conditioning needs")
+        scores = call.batch[BatchKey.SCORES]
+        if call.is_training:
+            address = call.batch[BatchKey.STEP], call.batch[BatchKey.SAMPLE]
+            scores = drop_scores(scores, call.seed, *address, self._config.dropout)
+        return conditioning._replace(scores=scores)
+
+    def requested_scores(self, scores: Mapping[str, float]) -> Tensor:
+        """Scores float32 [S] to ask for, NaN for the others.
+
+        Raises:
+            ValueError: the model was not trained with one of them.
+        """
+        return self.module.asked(scores)
+
+    def before(self, call: Call, noised: Tensor, conditioning: Conditioning) -> None:
+        """Compute what is added, from scores float32 [B, S], NaN where missing."""
+        assert conditioning.scores is not None
+        features = self.module.features(conditioning.scores)
+        if autocast_dtype(features) is None:
+            features = features.to(self.module.none.dtype)
+        call.time_vector = self.module(features)
+
+    def _add(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+        call = self._caller.call
+        added, call.time_vector = call.time_vector, None
+        assert added is not None, "each call of the network has a vector of its own"
+        return output + added.to(output.dtype)
+
+    def exported(self, weights: dict[str, Tensor], network: Network, scores: Mapping[str, float]) -> dict[str, Tensor]:
+        """Fold scores into the network, which needs no embedding of them then."""
+        embedding = build_score_embedding(self._config, network)
+        prefix = f"{self.part}."
+        own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+        embedding.load_state_dict(own)
+        return fold_scores(weights, component_name(network), embedding, scores)

@@ -11,20 +11,26 @@ of the hidden states, E width of the features.
 import inspect
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from omegaconf import MISSING
 from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-from diffusion.config.model import AlignmentConfig
+from diffusion.config.ingredients import AlignmentConfig
+from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError, error_context
+from diffusion.models.ingredients.base import Call, Caller, Ingredient
 from diffusion.models.model_folders import load_pretrained
-from diffusion.models.networks import component_name
+from diffusion.models.networks import Network, component_name, patch_size_of
 from diffusion.models.precision import without_float16
 from diffusion.models.pretrained import freeze
+
+if TYPE_CHECKING:
+    from diffusion.models.latent_diffusion import Prediction
 
 PREPROCESSOR = "preprocessor_config.json"
 
@@ -68,47 +74,31 @@ class ImageEncoder(nn.Module):
 class Alignment(nn.Module):
     """Trained projection of hidden states to the features of an image encoder, an MLP of three layers.
 
-    The states are the output of a transformer's block, or of the middle of a U-Net.
-
     Args:
-        config: block and width.
-        network: U-Net or transformer whose hidden states are taken, by a hook.
+        inner: D.
+        hidden: width of the hidden layers.
         width: E.
     """
 
-    def __init__(self, config: AlignmentConfig, network: nn.Module, width: int) -> None:
+    def __init__(self, inner: int, hidden: int, width: int) -> None:
         super().__init__()
-        self.config = config
-        settings: Any = network.config
-        if component_name(network) == "transformer":
-            source = network.get_submodule(f"blocks.{config.block_of(settings['depth'])}")
-            inner = settings["hidden_size"]
-        else:
-            source, inner = network.get_submodule("mid_block"), settings["block_out_channels"][-1]
         self.projector = nn.Sequential(
-            nn.Linear(inner, config.width),
+            nn.Linear(inner, hidden),
             nn.SiLU(),
-            nn.Linear(config.width, config.width),
+            nn.Linear(hidden, hidden),
             nn.SiLU(),
-            nn.Linear(config.width, width),
+            nn.Linear(hidden, width),
         )
-        self._states: Tensor | None = None
-        source.register_forward_hook(self._keep)
 
-    def _keep(self, source: nn.Module, arguments: Any, output: Tensor) -> None:
-        if source.training:
-            self._states = output
-
-    def forward(self, features: Tensor, grid: tuple[int, int], kept: Tensor | None = None) -> Tensor:
-        """Mean cosine similarity with the hidden states of the last forward pass: float32 [B].
+    def forward(self, states: Tensor, features: Tensor, grid: tuple[int, int], kept: Tensor | None = None) -> Tensor:
+        """Mean cosine similarity of hidden states and features: float32 [B].
 
         Args:
+            states: [B, K, D] of a transformer, or [B, D, h, w] of a U-Net.
             features: [B, E, height, width], averaged over the positions of the hidden states.
             grid: h and w of a transformer's tokens.
             kept: int64 [B, K], the tokens of a block that others are routed around.
         """
-        states, self._states = self._states, None
-        assert states is not None, "the network is called first"
         if states.ndim == 4:  # [B, D, h, w] of a U-Net
             grid = (states.shape[2], states.shape[3])
             states = states.flatten(2).transpose(1, 2)
@@ -116,6 +106,61 @@ class Alignment(nn.Module):
         if kept is not None and states.shape[1] < target.shape[1]:
             target = torch.take_along_dim(target, kept[..., None], dim=1)
         return F.cosine_similarity(self.projector(states).float(), target.float(), dim=-1).mean(1)
+
+
+class AlignmentIngredient(Ingredient):
+    """Aligns the output of a transformer's block, or of the middle of a U-Net, in training."""
+
+    key = part = "alignment"
+    serves_training_only = True
+    module: Alignment
+
+    def __init__(self, config: AlignmentConfig) -> None:
+        self._config = config
+
+    def build(self, network: Network, text_encoder: nn.Module, *, is_meta: bool = False) -> None:
+        """Load the image encoder, and build the projection to its features.
+
+        Raises:
+            ConfigurationError: there is no image encoder.
+        """
+        if self._config.path == MISSING:  # In a plan, whose paths may be open.
+            return
+        kind, config = read_image_encoder(self._config.path)
+        settings: Any = network.config
+        is_transformer = component_name(network) == "transformer"
+        inner = settings["hidden_size"] if is_transformer else settings["block_out_channels"][-1]
+        self.module = Alignment(inner, self._config.width, config.hidden_size)
+        self.frozen = {"image_encoder": kind(config) if is_meta else load_image_encoder(self._config.path)}
+
+    def attach(self, network: Network, caller: Caller) -> None:
+        """Register a hook at the aligned block.
+
+        Raises:
+            ConfigurationError: there is no such block.
+        """
+        self._caller, self._patch = caller, patch_size_of(network)
+        is_transformer = component_name(network) == "transformer"
+        name = f"blocks.{self._config.block_of(network.config['depth'])}" if is_transformer else "mid_block"
+        network.get_submodule(name).register_forward_hook(self._keep)
+
+    def _keep(self, source: nn.Module, arguments: Any, output: Tensor) -> None:
+        if source.training:
+            self._caller.call.hidden = output
+
+    def after(self, call: Call, noised: Tensor) -> dict[str, Tensor]:
+        """Compare the hidden states with the features of the images, float32 [B]."""
+        if BatchKey.IMAGE not in call.batch:
+            raise ValueError("model.alignment needs images: data.representation=images")
+        height, width = noised.shape[2:]
+        features = self.frozen["image_encoder"](call.batch[BatchKey.IMAGE], (height // 2, width // 2))
+        states, call.hidden = call.hidden, None
+        grid = (height // self._patch, width // self._patch)
+        return {"alignment": self.module(states, features, grid, call.kept)}
+
+    def loss(self, outputs: "Prediction") -> dict[str, Tensor]:
+        """Reward the mean similarity."""
+        return {"alignment": -self._config.weight * outputs.values["alignment"].mean()}
 
 
 def read_image_encoder(folder: str) -> tuple[type[Any], Any]:
