@@ -177,7 +177,6 @@ def _build_saver(config: Config, storage: CheckpointStorage, guard: LossGuard | 
     return SaveCheckpoints(
         storage.folder,
         settings.save_interval,
-        damaged=storage.damaged,
         newest=settings.keep_checkpoints if settings.keep_checkpoints > 0 else None,
         every=every,
         remote=storage.remote,

@@ -17,7 +17,7 @@ from composer.utils import dist, reproducibility
 from torch.distributed.checkpoint.api import CheckpointException
 
 from diffusion.callbacks.guards import LossGuard
-from diffusion.checkpointing.find import find_damage, is_complete
+from diffusion.checkpointing.find import find_damage, is_complete, read_damaged, write_damaged
 from diffusion.checkpointing.layout import list_checkpoints, remove_checkpoint, remove_copy, superseded
 from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.checkpointing.save import HostCopy, write_file, write_sharded
@@ -59,7 +59,6 @@ class SaveCheckpoints(CheckpointSaver):
         interval: Composer time string.
         newest: number of newest complete checkpoints to keep; None keeps all.
         every: steps; the first checkpoint at or after each multiple is kept forever.
-        damaged: names of checkpoints of earlier starts that do not count as kept; one that is written anew does.
         remote: the store of the checkpoints; None is `folder`.
         background: write while training goes on.
         guard: checks the loss of the step before the checkpoint is written.
@@ -72,7 +71,6 @@ class SaveCheckpoints(CheckpointSaver):
         *,
         newest: int | None = None,
         every: float | None = None,
-        damaged: set[str] | None = None,
         remote: RemoteCheckpoints | None = None,
         background: bool = False,
         guard: LossGuard | None = None,
@@ -88,7 +86,6 @@ class SaveCheckpoints(CheckpointSaver):
         )
         self.local, self.remote = folder, remote
         self.newest, self.every, self.guard = newest, every, guard
-        self._damaged = set() if damaged is None else damaged
         self._group: Any = None
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "checkpoint", _take_device) if background else None
         self._host_copy = HostCopy()
@@ -210,25 +207,31 @@ class SaveCheckpoints(CheckpointSaver):
     def _prune(self, path: Path) -> None:
         """Remove the checkpoints that a new one supersedes."""
         self.saved_checkpoints.append(str(path) if self.remote is None else self.remote.uri_of(path.name))
-        self._damaged.discard(path.name)
-        if self.newest is None:
-            return
-        if self.remote is None:
-            for old in self._superseded(list_checkpoints(self.local), self.newest, is_complete):
-                log.info("removing %s", old)
-                _remove(old)
-            return
+        location = str(self.local) if self.remote is None else self.remote.uri
         try:
+            damaged = read_damaged(location)
+            if path.name in damaged:  # It is written anew.
+                damaged.remove(path.name)
+                write_damaged(location, damaged)
+            if self.newest is None:
+                return
+            if self.remote is None:
+                for old in self._superseded(list_checkpoints(self.local), self.newest, damaged, is_complete):
+                    log.info("removing %s", old)
+                    _remove(old)
+                return
             present = {Path(found.name): found for found in self.remote.present()}
-            for name in self._superseded(list(present), self.newest, lambda name: present[name].is_complete):
+            for name in self._superseded(list(present), self.newest, damaged, lambda name: present[name].is_complete):
                 log.info("removing %s", present[name])
                 self.remote.remove(present[name])
         except UserError as error:
             log.warning("older checkpoints cannot be removed: %s", error)
 
-    def _superseded(self, present: Sequence[Path], newest: int, is_complete: Callable[[Path], bool]) -> list[Path]:
+    def _superseded(
+        self, present: Sequence[Path], newest: int, damaged: set[str], is_complete: Callable[[Path], bool]
+    ) -> list[Path]:
         def is_whole(path: Path) -> bool:
-            return path.name not in self._damaged and is_complete(path)
+            return path.name not in damaged and is_complete(path)
 
         return superseded(present, newest=newest, every=self.every, is_whole=is_whole)
 

@@ -10,16 +10,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from diffusion import storage
 from diffusion.checkpointing.layout import INDEX, batch_of, is_half_written, list_checkpoints, remove_copy
 from diffusion.checkpointing.read import UnsafeCheckpointError, check_bytes, check_safe, read_index, stored_files
 from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoints
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.formats.run_folder import CHECKPOINTS, checkpoint_folder
-from diffusion.storage import is_url
+from diffusion.storage import is_url, join
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+DAMAGED = "damaged.json"
+"""Names of checkpoints that a start has read and found damaged, beside them in their folder or store."""
 
 
 def find_damage(path: Path) -> str | None:
@@ -75,6 +79,19 @@ def check_whole(path: Path) -> None:
     """Raise a DataError if `find_damage` finds some."""
     if damage := find_damage(path):
         raise DataError(f"checkpoint {path} is damaged: {damage}")
+
+
+def read_damaged(location: str) -> set[str]:
+    """Read the names of a run's checkpoints, in a folder or store, that do not count as kept."""
+    try:
+        return set(storage.read_json(join(location, DAMAGED)))
+    except DataError:  # There is none.
+        return set()
+
+
+def write_damaged(location: str, names: set[str]) -> None:
+    """Write what `read_damaged` reads."""
+    storage.write_json(join(location, DAMAGED), sorted(names))
 
 
 def find_checkpoints(folder: Path) -> list[Path]:

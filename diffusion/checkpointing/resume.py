@@ -4,7 +4,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +14,14 @@ from composer.utils import dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from diffusion.checkpointing.find import check_checkpoint, check_whole, is_complete, newest_that_passes
+from diffusion.checkpointing.find import (
+    check_checkpoint,
+    check_whole,
+    is_complete,
+    newest_that_passes,
+    read_damaged,
+    write_damaged,
+)
 from diffusion.checkpointing.layout import list_checkpoints, remove_copy, remove_half_written
 from diffusion.checkpointing.read import AVERAGES, StoredState, check_safe, read_config, read_index
 from diffusion.checkpointing.remote import RemoteCheckpoint, RemoteCheckpoints
@@ -52,9 +59,6 @@ class CheckpointStorage:
 
     remote: RemoteCheckpoints | None
     """The object store that they are uploaded to, if any."""
-
-    damaged: set[str] = field(default_factory=set)
-    """Names of checkpoints that `find_resumption` has found damaged, on rank 0."""
 
     @property
     def downloads(self) -> Path:
@@ -123,13 +127,19 @@ def _find_local(config: Config, storage: CheckpointStorage) -> Path | None:
         return None
     newest = newest_that_passes(present, check_checkpoint)
     if newest is not None:
-        storage.damaged.update(path.name for path in present[present.index(newest) + 1 :])
+        _record_damaged(str(folder), [path.name for path in present[present.index(newest) + 1 :]])
         check_changes(config, newest, str(newest))
     elif present:
         raise _none_is_whole(folder)
     else:
         _check_none_elsewhere(config, storage.run)
     return newest
+
+
+def _record_damaged(location: str, names: Sequence[str]) -> None:
+    """Let later starts, which resume from newer checkpoints and do not read these, know that they are damaged."""
+    if names:
+        write_damaged(location, read_damaged(location) | set(names))
 
 
 def _check_none(location: Path | str, present: Sequence[object]) -> None:
@@ -208,7 +218,7 @@ def _download_newest(config: Config, storage: CheckpointStorage, remote: RemoteC
     present = remote.present()
     newest = newest_that_passes(present, check)
     if newest is not None:
-        storage.damaged.update(checkpoint.name for checkpoint in present[present.index(newest) + 1 :])
+        _record_damaged(remote.uri, [checkpoint.name for checkpoint in present[present.index(newest) + 1 :]])
         check_changes(config, storage.downloads / newest.name, str(newest))
     elif present:
         raise _none_is_whole(remote.uri)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from diffusion.checkpointing.find import is_complete
+from diffusion.checkpointing.find import is_complete, read_damaged
 from diffusion.checkpointing.layout import list_checkpoints, remove_checkpoint, superseded
 from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoint, RemoteCheckpoints
 from diffusion.config.checks import steps_of
@@ -57,13 +57,16 @@ def find_superseded(run: Path, config: Config, num_kept: int | None) -> list[Pat
     every = None
     if settings.keep_every is not None:
         every = steps_of(config, settings.keep_every, "trainer.keep_every")
+    damaged = read_damaged(location)
     if is_url(location):
         remote = {Path(found.name): found for found in RemoteCheckpoints(location, timeout=READ_TIMEOUT).present()}
-        whole = [path for path, found in remote.items() if found.is_complete]
+        whole = [path for path, found in remote.items() if found.is_complete and path.name not in damaged]
         old = superseded(list(remote), newest=num_kept, every=every, is_whole=whole.__contains__)
         return [remote[path] for path in old if path in whole]
-    old = superseded(list_checkpoints(Path(location)), newest=num_kept, every=every, is_whole=is_complete)
-    return [path for path in old if is_complete(path)]
+    present = list_checkpoints(Path(location))
+    whole = [path for path in present if is_complete(path) and path.name not in damaged]
+    old = superseded(present, newest=num_kept, every=every, is_whole=whole.__contains__)
+    return [path for path in old if path in whole]
 
 
 def _is_guessed(run: Path, location: str | None) -> bool:

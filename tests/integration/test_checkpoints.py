@@ -36,6 +36,7 @@ from diffusion.errors import ConfigurationError, DataError
 from diffusion.files import hash_file, write_json
 from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 from diffusion.loading import load_model
+from diffusion.operations.pruning import find_superseded
 from tests.tools.malicious_checkpoints import ATTACKS, evil_entry, evil_optimizer_entry, evil_tensor
 
 COMMON = ["trainer.max_duration=4ba", "samples.prompts=[]"]
@@ -202,6 +203,12 @@ def test_a_run_continues_from_the_one_before_and_removes_what_is_half_written(se
         rows = read_metrics(run / "metrics.jsonl")
         assert series(rows, TRAIN_LOSS)[0] == list(range(5))
         assert batch_of(resolve_checkpoint(str(run))) == 5
+    more = ["trainer.max_duration=6ba", "trainer.keep_checkpoints=3"]
+    server.train(1, [(yaml, [*overrides, *more]) for yaml, overrides in starts.values()])
+    for run in starts:
+        kept = [path for path in find_checkpoints(run / "checkpoints") if path.name.removesuffix(".pt") != "ep0-ba4"]
+        assert [batch_of(path) for path in kept] == [2, 5, 6], "the damage that the start before has found is known"
+        assert find_superseded(run, load(Config, run / "config.yaml"), num_kept=3) == []
 
 
 def test_where_none_is_whole_the_run_does_not_begin_anew(server, run):

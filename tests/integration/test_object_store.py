@@ -113,6 +113,7 @@ def test_half_written_and_damaged_ones_are_passed_over(server, s3_server, tmp_pa
     assert f"skipping checkpoint {url}/ep0-ba6" in job.output
     assert "__0_0.distcp does not have its checksum" in job.output
     assert steps(url) == [2, 4, 6, 8, 9]
+    assert storage.read_json(f"{url}/damaged.json") == [], "it is written anew"
     assert len(losses(run)) == NUM_STEPS
 
 
