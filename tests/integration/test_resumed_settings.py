@@ -91,7 +91,7 @@ def leaves() -> list[str]:
     """List the keys of a run that are no sections."""
     keys = schema_keys(Config)
     sections = {key.rpartition(".")[0].removesuffix(".0") for key in keys}
-    return [key for key in keys if key not in sections and effect_of(key)]
+    return [key for key in keys if key not in sections]
 
 
 def refused_keys(before: Any, now: Any, folder: Path, *callbacks: str) -> set[str]:
@@ -104,6 +104,13 @@ def refused_keys(before: Any, now: Any, folder: Path, *callbacks: str) -> set[st
     except ConfigurationError as error:
         return set(re.findall(r"(?:settings: |; )([a-z0-9_.]+) \(was", str(error)))
     return set()
+
+
+def test_no_key_has_an_effect_by_its_section_alone():
+    for key in schema_keys(Config):
+        effect_of(key)
+        with pytest.raises(StopIteration):
+            effect_of(f"{key.rpartition('.')[0]}.other".lstrip("."))
 
 
 @pytest.mark.parametrize("task", Task)
