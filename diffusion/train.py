@@ -59,7 +59,7 @@ from diffusion.datasets.batch import num_samples, split_batch
 from diffusion.datasets.dataset import TrainingDataset
 from diffusion.datasets.loader import train_loader, validation_dataset, validation_loader
 from diffusion.datasets.streams import Files
-from diffusion.distributed import agree, on_first_rank
+from diffusion.distributed import agree, broadcast, on_first_rank
 from diffusion.errors import ConfigurationError, MachineError, PreemptedError, error_context
 from diffusion.files import write_atomically
 from diffusion.formats.run_folder import CONFIG
@@ -316,17 +316,29 @@ def _build_autoencoder(config: Config, is_new: bool) -> AutoencoderTraining:
 def identities_of(model: ComposerModel, load_path: str | None) -> dict[str, str]:
     """Return the identities of a model's frozen parts, which must be those of the checkpoint to resume from, if any.
 
+    The first rank of each node hashes its parts. To be called by all ranks.
+
     Raises:
-        ConfigurationError: on all ranks: a part differs.
+        ConfigurationError: on all ranks: a part differs, from the checkpoint's or between nodes.
     """
     if not isinstance(model, LatentDiffusion | AutoencoderTraining):
         return {}
-    found = agree(model.identities, takes_long=True)
+    own = agree(lambda: model.identities() if dist.get_local_rank() == 0 else {}, takes_long=True)
+    found = broadcast(own)
+    agree(lambda: _check_equal_parts(own, found))
     if load_path is not None:
         stored = on_first_rank(lambda: read_identities(Path(load_path)))
         remedy = "Give the paths of the same weights (model.pretrained, model.vae ...), or begin another run"
         agree(lambda: check_identities(stored, found, load_path, remedy))
     return found
+
+
+def _check_equal_parts(own: Mapping[str, str], first: Mapping[str, str]) -> None:
+    if differing := [part.replace("_", " ") for part, identity in own.items() if identity != first[part]]:
+        raise ConfigurationError(
+            f"this node has another {', '.join(differing)} than the first one: have the same weights at the paths of "
+            "model.pretrained, model.vae ... on all nodes"
+        )
 
 
 def prepare_frozen(config: Config, model: LatentDiffusion, device: Device) -> None:

@@ -98,6 +98,17 @@ def test_changed_parts_are_refused_and_moved_ones_can_be_named(run, tmp_path, ch
         shutil.copytree(moved, original)
 
 
+@pytest.mark.world_size(2)
+def test_nodes_with_different_parts_end(server, shapes, tmp_path):
+    for node in "01":
+        shutil.copytree(shapes / "vae", tmp_path / node)
+    change_weights(tmp_path / "1")
+    own = [*overrides(tmp_path, "ddp"), f"model.vae={tmp_path}/{{node}}"]
+    job = server.start(2, ["tests/tools/ranks_as_nodes.py", "1", TOY, *own]).finish()
+    assert job.codes == [2, 2], job.output[-3000:]
+    assert "this node has another vae than the first one" in job.output
+
+
 def test_a_run_does_not_resume_with_changed_parts(server, trained):
     kept = {path: path.read_bytes() for path in (trained / "vae").iterdir()}
     change_weights(trained / "vae")
