@@ -9,9 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from diffusion.config.loading import load
+from diffusion.config.loading import load, read_yaml
 from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.files import append_json_lines, read_json, read_json_lines, write_json
@@ -135,11 +133,13 @@ def checkpoint_folder(run: Path) -> str | None:
     """Return the folder or URI of a run's checkpoints, if it is not in the run folder.
 
     Reads any version's configuration.
+
+    Raises:
+        ConfigurationError: it is damaged.
     """
     if not is_run(run):
         return None
-    settings = (yaml.safe_load((run / CONFIG).read_text(encoding="utf-8")) or {}).get("trainer") or {}
-    return settings.get("checkpoint_folder")
+    return (read_yaml(run / CONFIG).get("trainer") or {}).get("checkpoint_folder")
 
 
 def finished_step(run: Path) -> int | None:

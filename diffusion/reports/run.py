@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
 
 from diffusion.config.checks import num_batches
-from diffusion.config.loading import dump, load, to_dict
+from diffusion.config.loading import dump, load, read_yaml, to_dict
 from diffusion.config.schema import Config
 from diffusion.config.secrets import redact
 from diffusion.errors import ConfigurationError
@@ -141,7 +140,7 @@ def read_run(folder: Path, first_step: int = 0) -> Run:
         config = load(Config, path)
         values = to_dict(config)
     except ConfigurationError:  # Another version's: shown as it stands.
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        values = read_yaml(path)
     metrics = folder / METRICS
     curves, num_damaged = read_curves(read_json_lines(metrics))
     last_written = _date(metrics.stat().st_mtime) if metrics.is_file() else None

@@ -15,7 +15,7 @@ from PIL import Image
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.protocol import Number, Result, protocol_hash
 from diffusion.files import read_json_lines
-from diffusion.formats.run_folder import TRAIN_LOSS
+from diffusion.formats.run_folder import TRAIN_LOSS, checkpoint_folder
 from diffusion.reports.curves import Curve, read_curves
 from diffusion.reports.run import read_phases, read_run, read_starts
 from diffusion.reports.run_page import read_evaluations, write_report
@@ -238,3 +238,11 @@ def test_a_configuration_of_another_version_is_shown_without_a_plan(tmp_path: Pa
     assert "actual / planned" not in page
     assert "planted-value" not in page
     assert "not_a_key" in page
+
+
+@pytest.mark.parametrize("content", [b"\x80", b"a: [", b"[1]", b"3"])
+def test_a_damaged_configuration_is_an_error_of_the_folder(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.yaml").write_bytes(content)
+    for read in (read_run, checkpoint_folder):
+        with pytest.raises(ConfigurationError, match=r"config\.yaml"):
+            read(tmp_path)
