@@ -27,6 +27,10 @@ _LOCAL_BUFFER = 2**20
 _WHOLE_GROUP = 32 * 2**20
 """Largest row group of a remote file that is fetched whole, in bytes. Of a larger one each column is a stream."""
 
+_CHUNK_BYTES, _CHUNK_RATIO = 2**29, 100
+"""Bytes of a column of a row group, decompressed, up to which it is read whatever it has in the file, and how many
+times those it may have beyond that: a page is decompressed whole."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParquetSource(TableSource):
@@ -35,8 +39,9 @@ class ParquetSource(TableSource):
     Texts in the image column, and `path` of an image struct without `bytes`, are paths, relative to the folder of
     the parquet file or absolute; URLs and paths that lead out of that folder are rejected. The path comes into the
     metadata as `image_path`. Columns of text, lists of texts, numbers, truth values and times are metadata. Rows whose
-    `status` is a failure of img2dataset are rejected. Each row of a damaged row group is a rejection, and a file
-    without a sound footer is one. The rest of a key is the file's path, `#` and the number of the row.
+    `status` is a failure of img2dataset are rejected, and so is each row of a row group that is damaged or takes far
+    more memory than it has bytes in the file, and a file without a sound footer. The rest of a key is the path, `#`
+    and the number of the row.
     """
 
     kind: ClassVar[str] = "parquet"
@@ -156,6 +161,9 @@ def _batches(opened: pq.ParquetFile, group: int, start: int, names: list[str], n
     """Yield the rows of a row group, as many at once as memory allows; those after damage are lost."""
     stop = start + opened.metadata.row_group(group).num_rows
     damage: list[str] = []
+    if detail := _excess(opened, group, names):
+        yield Batch(start, group, None, min(stop - start, max(num_bytes, 1)), detail, Reason.TOO_LARGE)
+        return
     waiting: list[pa.RecordBatch] = []
     size = 0
     for row in _rows(opened, group, names, damage):
@@ -170,6 +178,17 @@ def _batches(opened: pq.ParquetFile, group: int, start: int, names: list[str], n
     if damage:
         # A damaged footer can claim any number of rows.
         yield Batch(start, group, None, min(stop - start, max(num_bytes, 1)), f"row group {group}: {damage[0]}")
+
+
+def _excess(opened: pq.ParquetFile, group: int, names: list[str]) -> str:
+    """Return why a row group takes too much memory, by what the footer says of its columns; empty if it does not."""
+    columns = opened.metadata.row_group(group)
+    for chunk in map(columns.column, range(columns.num_columns)):
+        size, stored = chunk.total_uncompressed_size, chunk.total_compressed_size
+        is_read = any(f"{chunk.path_in_schema}.".startswith(f"{name}.") for name in names)
+        if is_read and size > max(_CHUNK_BYTES, _CHUNK_RATIO * stored):
+            return f"row group {group}: {size} bytes, of which the file holds {stored}; write smaller row groups"
+    return ""
 
 
 def _rows(opened: pq.ParquetFile, group: int, names: list[str], damage: list[str]) -> Iterator[pa.RecordBatch]:

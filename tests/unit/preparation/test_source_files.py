@@ -18,7 +18,7 @@ from diffusion import storage
 from diffusion.errors import DataError, MachineError
 from diffusion.preparation.config import LimitsConfig, SourceConfig
 from diffusion.preparation.records import Location, Reason, Record, Rejected, make_record
-from diffusion.preparation.sources import from_description, open_sources
+from diffusion.preparation.sources import from_description, open_sources, parquet
 from diffusion.preparation.sources.reading import open_file, read_file
 from tests.tools.image_files import noise, sample, write_folder, write_tar
 from tests.tools.sources import bare, details, open_source, partitions, read, reasons, scan, write_known
@@ -843,6 +843,22 @@ class TestParquet:
         items = read(path, limits=LimitsConfig(max_captions_kb=2, max_word_characters=1))
         assert reasons(items) == [["w " * 399 + "w"] * 2, "too_large", ["w " * 599 + "w"]]
         assert "max_captions_kb" in details(items)[0]
+
+    def test_row_groups_far_larger_than_their_bytes_are_rejected(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(parquet, "_CHUNK_BYTES", 2**20)
+        pages = {"compression": "zstd", "use_dictionary": False, "row_group_size": 4}
+        large = [bytes(2**20)] * 4
+        noisy = [os.urandom(2**20) for _ in range(4)]
+        columns = {"image": [IMAGE] * 4 + large + noisy + [IMAGE] * 8}
+        columns["caption"] = ["c"] * 12 + ["w " * 2**18] * 4 + ["c"] * 4
+        source = open_source(write_parquet(tmp_path / "x.parquet", columns, **pages))
+        assert reasons(scan(source)) == [["c"]] * 4 + ["too_large"] * 4 + [["c"]] * 4 + ["too_large"] * 4 + [["c"]] * 4
+        before, most = pa.total_allocated_bytes(), 0
+        write_parquet(tmp_path / "y.parquet", {"image": large, "caption": ["c"] * 4}, **pages)
+        source = open_source(tmp_path / "y.parquet")
+        for _ in source.scan(partitions(source)[0]):
+            most = max(most, pa.total_allocated_bytes() - before)
+        assert most < 2**20
 
     def test_row_groups_are_streamed(self, tmp_path):
         path = tmp_path / "x.parquet"
