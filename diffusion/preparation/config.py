@@ -202,8 +202,9 @@ class LimitsConfig:
     that; with transparency or a colour profile, five times."""
 
     max_decoding_seconds: int = bounded(120, min=1)
-    """CPU time of decoding the image; beyond it the worker is ended and the image rejected as `undecodable`. It needs
-    two `workers` or more, and not Ray. Choose it far above what sound images take on any of your machines."""
+    """CPU time of decoding the image; beyond it the worker is ended and the image rejected as `undecodable`. Likewise
+    of reading it from its file, where the rest of the file or partition is rejected as `damaged_file`. It needs two
+    `workers` or more, and not Ray. Choose it far above what sound images take on any of your machines."""
 
     max_image_mb: int = bounded(512, min=1, max=512)
     """Size of the image file in MiB."""

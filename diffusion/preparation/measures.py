@@ -27,6 +27,11 @@ _BRIGHTNESS_TOLERANCE = _GREY_LEVEL // 8
 _COLOUR_TOLERANCE = _GREY_LEVEL
 
 _SCAN, _END, _SEQUENTIAL, _PROGRESSIVE = b"\xda", b"\xd9", (b"\xc0", b"\xc1"), b"\xc2"
+_HUFFMAN = b"\xc4"
+_HOLE_BYTES = 64
+_FLAT = range(0, 0xF0, 0x10)
+"""Values that end a block, or several of a progressive JPEG, or say that the level stays."""
+
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]", re.DOTALL)
 """In the data of a scan: the end of it."""
 
@@ -66,24 +71,26 @@ def jpeg_scans(data: bytes) -> int:
     return scans
 
 
-def _jpeg_segments(data: bytes) -> Iterator[tuple[bytes, bytes, int]]:
-    """Yield marker, content and end of the segments of a JPEG file, up to the end of its first image."""
+def _jpeg_segments(data: bytes) -> Iterator[tuple[bytes, bytes, range]]:
+    """Yield marker, content, and range of the scan data behind it, of the segments of a JPEG file's first image."""
     position = 2 if data[:2] == b"\xff\xd8" else len(data)
     while data[position : position + 1] == b"\xff" and (marker := data[position + 1 : position + 2]) not in (b"", _END):
         if marker == b"\xff":  # fill byte
             position += 1
             continue
         end = position + 2 + int.from_bytes(data[position + 2 : position + 4], "big")
-        yield marker, data[position + 4 : end], end
+        content = data[position + 4 : end]
         found = _MARKER.search(data, end) if marker == _SCAN else None
         position = found.start() if found else len(data) if marker == _SCAN else end
+        yield marker, content, range(end, position)
 
 
 def is_truncated(data: bytes, rgb: Image.Image, max_pixels: int) -> bool:
-    """Check that a file is a JPEG whose end was lost, though its decoder says nothing.
+    """Check that a file is a JPEG of which a part was lost, though its decoder says nothing.
 
-    It has no end-of-image marker after its last scan, a progressive one lacks scans, or its decoder still wants data
-    before that marker: where a corner has the grey of missing data, more data change the image.
+    It has no end-of-image marker after its last scan, a progressive one lacks scans, zeros stand in a scan where they
+    mean anything but a flat area (as a copy over a failing disk leaves them), or its decoder still wants data before
+    that marker: where a corner has the grey of missing data, more data change the image.
 
     Args:
         data: the whole file.
@@ -92,13 +99,13 @@ def is_truncated(data: bytes, rgb: Image.Image, max_pixels: int) -> bool:
     """
     if data[:3] != b"\xff\xd8\xff":
         return False
-    if data.rfind(b"\xff" + _END) < data.rfind(b"\xff" + _SCAN) or _lacks_scans(data):
+    if data.rfind(b"\xff" + _END) < data.rfind(b"\xff" + _SCAN) or _lacks_scans(data) or _has_hole(data):
         return True
     right, bottom = rgb.width - 1, rgb.height - 1
     if not any(rgb.getpixel(corner) == _GREY for corner in ((0, 0), (right, 0), (0, bottom), (right, bottom))):
         return False
-    scan = next(end for marker, _, end in _jpeg_segments(data) if marker == _SCAN)
-    end = data.find(b"\xff" + _END, scan)
+    start = next(scan.start for marker, _, scan in _jpeg_segments(data) if marker == _SCAN)
+    end = data.find(b"\xff" + _END, start)
     longer = decode_reduced(data[:end] + _MORE_DATA + data[end:], REDUCED_SIDE, max_pixels).image
     return longer.tobytes() != rgb.tobytes()
 
@@ -116,6 +123,28 @@ def _lacks_scans(data: bytes) -> bool:
             if not bits & 15:  # Bits that a later scan refines.
                 missing -= {(component, number) for component in segment[1:-3:2] for number in range(first, last + 1)}
     return bool(missing)
+
+
+def _has_hole(data: bytes) -> bool:
+    """Check that a scan of a JPEG holds zeros that encode no flat area.
+
+    The code of zeros is that of the first value of a Huffman table. A flat area needs a difference of 0 and an end of
+    the block from it; the last bits of coefficients, which a later scan refines, may be zeros anywhere.
+    """
+    if bytes(_HOLE_BYTES) not in data:
+        return False
+    values = dict[int, int]()
+    for marker, segment, scan in _jpeg_segments(data):
+        while marker == _HUFFMAN and len(segment) > 17:
+            values[segment[0]] = segment[17]
+            segment = segment[17 + sum(segment[1:17]) :]
+        if marker == _SCAN and len(segment) > 3 and data.find(bytes(_HOLE_BYTES), scan.start, scan.stop) >= 0:
+            first, last, bits = segment[-3:]
+            tables = [table >> 4 for table in segment[2:-3:2] if first == 0]
+            tables += [16 | table & 15 for table in segment[2:-3:2] if last > 0]
+            if not bits >> 4 and any(values.get(table, 0) not in _FLAT for table in tables):
+                return True
+    return False
 
 
 def file_format(data: bytes) -> str:

@@ -442,7 +442,8 @@ class Scanner:
         items = itertools.islice(task.source.scan(task.partition), task.limit if task.stop is None else task.stop)
         for position in itertools.count():
             mark(_READ, position)
-            item = next(items, None)
+            with limited_time(self._limits.max_decoding_seconds):
+                item = next(items, None)
             if item is None:
                 break
             mark(_MEASURED, position)
@@ -493,7 +494,9 @@ class Scanner:
         max_pixels = self._limits.max_decoded_mb * 2**20 // BYTES_PER_PIXEL
         reduced = decode_reduced(image, REDUCED_SIDE, max_pixels)
         if is_truncated(image, reduced.image, max_pixels):
-            raise UndecodableImageError("undecodable", "a truncated JPEG: its data end before the image")
+            raise UndecodableImageError(
+                "undecodable", "a damaged JPEG: its data end before the image, or zeros stand in them"
+            )
         return {
             "width": reduced.width,
             "height": reduced.height,

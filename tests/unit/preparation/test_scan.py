@@ -144,16 +144,19 @@ def test_truncated_jpegs_are_rejected(folder, out):
     backdrop.paste("red", (60, 40, 140, 120))
     asymmetric = Image.new("RGB", (200, 160), (128,) * 3)
     asymmetric.paste("red", (150, 0, 200, 100))
+    holes = [one[:2000] + bytes(512) + one[2512:] for one in (whole, noise(200, 160, 1, "JPEG", optimize=True))]
+    white = encode(Image.new("RGB", (640, 640), "white"), "JPEG", optimize=True)
+    assert bytes(64) in white
     for number, content in enumerate((
         half + b"\xff\xd9", half + bytes(len(half)), sideways[: len(sideways) // 2] + b"\xff\xd9",
-        gradual[: len(gradual) // 2] + b"\xff\xd9", gradual, grey_gradual,
-        whole, whole + b"<html>", encode(Image.new("RGB", (64, 64), (128,) * 3), "JPEG"), encode(backdrop, "JPEG"),
-        encode(asymmetric, "JPEG"), whole[:-1500] + whole[-2:],
+        gradual[: len(gradual) // 2] + b"\xff\xd9", *holes, whole[:-1500] + whole[-2:],
+        white, grey_gradual + b"<html>" + bytes(99),
+        encode(Image.new("RGB", (64, 64), (128,) * 3), "JPEG"), encode(backdrop, "JPEG"), encode(asymmetric, "JPEG"),
     )):  # fmt: skip
         (folder / f"{number:04}.png").write_bytes(content)
     scan([folder], out)
     rejected = {key for key, row in by_key(out).items() if row["reason"] == "undecodable"}
-    assert rejected == {f"set/{number:04}.png" for number in (*range(4), 11)}
+    assert rejected == {f"set/{number:04}.png" for number in range(7)}
 
 
 def test_partitions_of_several_sources(folder, out, tmp_path):
@@ -198,19 +201,28 @@ def test_images_at_which_a_worker_dies_are_rejected(out, tmp_path):
                 assert isinstance(item, Record)
                 yield replace(item, image=kind(item.image))
 
-    for name in ("sound", "deadly"):
+    class StuckSource(WebDatasetSource):
+        def scan(self, partition):
+            for number, item in enumerate(super().scan(partition)):
+                while number == 2:
+                    pass
+                yield item
+
+    for name in ("sound", "deadly", "stuck"):
         write_tar(tmp_path / f"{name}.tar", [one for i in range(8) for one in sample(f"{i}", noise(40, 35, i), b"x")])
     make = functools.partial(scan_module.Scanner, str(out), to_dict(LimitsConfig(max_decoding_seconds=1)))
     tasks = [
         scan_module.ScanTask(
             kind(name=name, root=str(tmp_path / f"{name}.tar"), is_file=True), Partition(number=number)
         )
-        for number, (kind, name) in enumerate([(DeadlySource, "deadly"), (WebDatasetSource, "sound")])
+        for number, (kind, name) in enumerate(
+            [(DeadlySource, "deadly"), (StuckSource, "stuck"), (WebDatasetSource, "sound")]
+        )
     ]
     retry = functools.partial(scan_module._after_death, str(tmp_path))  # pyright: ignore[reportPrivateUsage]
     results = list(run(Workers(number=2), make, tasks, on_death=retry))
-    assert sorted(results) == [(7, 3), (8, 0)]
-    reasons = ["", "undecodable", "", "undecodable", "", "", "damaged_file"]
+    assert sorted(results) == [(3, 1), (7, 3), (8, 0)]
+    reasons = ["", "undecodable", "", "undecodable", "", "", "damaged_file", "", "", "damaged_file"]
     assert [row["reason"] for row in rows_of(out)] == reasons + [""] * 8
 
 
