@@ -96,7 +96,8 @@ def decode_reduced(data: bytes, side: int, max_pixels: int = MAX_PIXELS) -> Redu
     """Decode an image file at 1/2, 1/4 or 1/8 of its size; still the whole file is read and checked.
 
     A JPEG is reduced by its decoder (which spares the rest of the inverse transform), others by averages of squares of
-    pixels: nearly the same. Errors are those of `decode_rgb`, for the same files.
+    pixels: nearly the same. Errors are those of `decode_rgb`, for the same files, and one for animated PNGs whose first
+    image is no frame: browsers show the animation, `decode_rgb` the image.
 
     Args:
         data: the whole file.
@@ -135,6 +136,8 @@ def _decode(data: bytes, side: int | None, max_pixels: int, convert_to_srgb: boo
                 full = image.size
                 if full[0] * full[1] > max_pixels:
                     raise UndecodableImageError("too_large", f"{full[0]} x {full[1]} pixels, more than {max_pixels}")
+                if side is not None and getattr(image, "default_image", False):
+                    raise ValueError("an animated PNG whose first image is not of the animation; write it without it")
                 _scale_transparent_colour(image)
                 reduction = 1 if side is None else _reduction(max(full), side)
                 if reduction > 1:

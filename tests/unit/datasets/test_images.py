@@ -160,6 +160,15 @@ def test_cmyk_grey_and_bilevel():
     assert pixels(encode(Image.new("1", (1, 1), 1))) == [[[255] * 3]]
 
 
+def test_the_separate_first_image_of_an_animation_is_not_taken():
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    options = {"save_all": True, "append_images": frames}
+    separate = encode(Image.new("RGB", (8, 8)), "PNG", default_image=True, **options)
+    with pytest.raises(UndecodableImageError, match="first image"):
+        decode_reduced(separate, 8)
+    assert decode_reduced(encode(frames[1], "PNG", **options), 8).image.getpixel((0, 0)) == (0, 0, 255)
+
+
 def test_first_frame_of_an_animation():
     frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "lime", "blue")]
     for image_format, options in (("GIF", {}), ("PNG", {}), ("WEBP", {"lossless": True}), ("TIFF", {})):
