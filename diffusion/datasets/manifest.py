@@ -1,5 +1,6 @@
 """Manifests: the file that makes a folder a data set, written last and all at once."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -79,6 +80,11 @@ class Generation:
     """Images that came into the data set; they lie behind those of the generations before."""
 
 
+def has_srgb_conversion(settings: Mapping[str, Any]) -> bool:
+    """Return whether settings of a manifest convert images to sRGB; those of earlier versions do not."""
+    return bool(settings.get("convert_to_srgb"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class PreparedManifest:
     """Manifest of a prepared data set."""
@@ -108,8 +114,8 @@ class PreparedManifest:
 
     @property
     def convert_to_srgb(self) -> bool:
-        """Return whether images are converted to sRGB when they are decoded; not in data of earlier versions."""
-        return bool(self.settings.get("convert_to_srgb"))
+        """Return whether images are converted to sRGB when they are decoded."""
+        return has_srgb_conversion(self.settings)
 
     @classmethod
     def read(cls, folder: Path | str) -> "PreparedManifest":

@@ -18,7 +18,7 @@ from typing import Any
 
 from diffusion import storage
 from diffusion.config.data import StreamConfig
-from diffusion.datasets.manifest import DAMAGED, MANIFEST, REMOVED_SAMPLES, SCAN, WORK
+from diffusion.datasets.manifest import DAMAGED, MANIFEST, REMOVED_SAMPLES, SCAN, WORK, has_srgb_conversion
 from diffusion.datasets.mds import INDEX
 from diffusion.errors import DataError, MachineError
 from diffusion.files import read_json
@@ -162,7 +162,7 @@ def converts_to_srgb(location: StreamLocation) -> bool:
     """Return whether a manifest asks for the images of a stream to be converted to sRGB."""
     manifest = find_manifest(location.source, location.access, location.files) or {}
     settings = manifest.get("settings")
-    return isinstance(settings, dict) and bool(settings.get("convert_to_srgb"))
+    return isinstance(settings, dict) and has_srgb_conversion(settings)
 
 
 def _find_above(source: str, name: str, access: Access, files: Files | None) -> Iterator[tuple[str, Any]]:

@@ -420,7 +420,7 @@ def write_pipeline(
         if isinstance(part, PreTrainedModel):
             part.save_pretrained(folder / name, state_dict=released_state_dict(part))
         elif part is not None:
-            part.save_pretrained(folder / name)
+            part.save_pretrained(folder / name)  # split_special_tokens would change the ids of "!", the pad token.
         if isinstance(part, CLIPTokenizer) and not (folder / name / "vocab.json").is_file():
             backend: Any = part.backend_tokenizer
             backend.model.save(str(folder / name))  # transformers 5 writes tokenizer.json only, which 4 does not read.
