@@ -6,7 +6,6 @@ Ratios of processor time (`ratio_cpu`) are disturbed less by other work on the m
 import concurrent.futures
 import io
 import itertools
-import json
 import multiprocessing
 import os
 import statistics
@@ -25,7 +24,7 @@ from diffusion import storage
 from diffusion.config.data import DataConfig, Representation, StreamConfig
 from diffusion.datasets.images import decode_rgb
 from diffusion.datasets.loader import train_loader
-from diffusion.datasets.mds import INDEX, read_shards
+from diffusion.datasets.mds import read_shards, write_index
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.prepare import prepare
 from diffusion.preparation.sources.base import MANY
@@ -223,13 +222,13 @@ def _write_shard(folder: Path, num_samples: int) -> None:
 
 def _write_links(folder: Path, shard: Path, num_shards: int) -> None:
     """Write a stream of equal shards: links to one that is there, and an index of all."""
-    (entry,) = read_shards(shard)
-    name = entry["raw_data"]["basename"]
-    entries = [entry | {"raw_data": entry["raw_data"] | {"basename": f"{n:06}-{name}"}} for n in range(num_shards)]
+    (one,) = read_shards(shard)
+    name = one.raw.name
+    links = [one._replace(raw=one.raw._replace(name=f"{n:06}-{name}")) for n in range(num_shards)]
     folder.mkdir(parents=True)
-    for one in entries:
-        (folder / one["raw_data"]["basename"]).symlink_to(shard / name)
-    (folder / INDEX).write_text(json.dumps({"version": 2, "shards": entries}))
+    for link in links:
+        (folder / link.raw.name).symlink_to(shard / name)
+    write_index(folder, links)
 
 
 def _memory(key: str) -> int:

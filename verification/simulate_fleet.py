@@ -102,10 +102,9 @@ def read_stream(folder: Path) -> FleetStream:
         DataError: there is no index that can be read.
     """
     shards = read_shards(folder)
-    samples = np.array([shard["samples"] for shard in shards], np.int64)
-    files = [shard.get("zip_data") or shard["raw_data"] for shard in shards]
+    samples = np.array([shard.num_samples for shard in shards], np.int64)
     shape = StreamShape(name=folder.name, samples_per_shard=samples, draws=int(samples.sum()))
-    return FleetStream(shape=shape, bytes_per_shard=np.array([file["bytes"] for file in files], np.int64))
+    return FleetStream(shape=shape, bytes_per_shard=np.array([one.stored.num_bytes for one in shards], np.int64))
 
 
 def synthetic_streams(

@@ -28,7 +28,7 @@ import psutil
 from diffusion.config.data import DataConfig, Representation, StreamConfig
 from diffusion.datasets.loader import train_loader
 from diffusion.datasets.manifest import MANIFEST
-from diffusion.datasets.mds import INDEX, ShardFormat, encode_sample, encode_shard, shard_name
+from diffusion.datasets.mds import INDEX, Shard, ShardFormat, encode_sample, encode_shard, shard_name
 from diffusion.datasets.streams import Files, locate_streams, read_files
 from diffusion.launch import CommandParser, run_command
 from diffusion.operations.checks.data import check_cache
@@ -166,10 +166,11 @@ def serve(num_shards: int, num_streams: int) -> Iterator[str]:
 def run_store(num_shards: int, num_streams: int, address: Any) -> None:
     """Answer GETs of objects, and of `/counts` with the requests and bytes by name, until this process is killed."""
     objects = {MANIFEST: b"{}"}
-    shard, entry = make_shard()
+    shard_content, shard = make_shard()
+    entry, raw = shard.entry, shard.raw.entry
     for number in range(num_streams):
         mine = range(num_shards * number // num_streams, num_shards * (number + 1) // num_streams)
-        entries = [entry | {"raw_data": entry["raw_data"] | {"basename": f"shard.{i:05}.mds"}} for i in mine]
+        entries = [entry | {"raw_data": raw | {"basename": shard_name(i)}} for i in mine]
         objects[f"s{number}/{INDEX}"] = json.dumps({"version": 2, "shards": entries}).encode()
     counts: dict[str, list[int]] = {}
 
@@ -179,7 +180,7 @@ def run_store(num_shards: int, num_streams: int, address: Any) -> None:
         def do_GET(self) -> None:
             name = self.path.removeprefix("/store/data/").removeprefix("train/")
             is_above = self.path == f"/store/data/{MANIFEST}" or "/" in name
-            content = shard if name.endswith(".mds") else objects.get(name) if is_above else None
+            content = shard_content if name.endswith(".mds") else objects.get(name) if is_above else None
             if self.path == "/counts":
                 content = json.dumps(counts).encode()
             count = counts.setdefault(self.path, [0, 0])
@@ -204,12 +205,12 @@ def run_store(num_shards: int, num_streams: int, address: Any) -> None:
     server.serve_forever()
 
 
-def make_shard() -> tuple[bytes, dict[str, Any]]:
+def make_shard() -> tuple[bytes, Shard]:
     """Make a shard of tiny latents: its bytes, and its entry in an index."""
     columns = {"latent_mean": "ndarray:float16:4,2,2", "token_ids": "ndarray:int32:1,8", "key": "str"}
     values = {"latent_mean": np.zeros((4, 2, 2), np.float16), "token_ids": np.zeros((1, 8), np.int32), "key": "k"}
     samples = [encode_sample(values, columns)] * SHARD_SAMPLES
-    return encode_shard(samples, shard_name(0), ShardFormat(columns=columns))
+    return encode_shard(samples, shard_name(0), ShardFormat.of(columns))
 
 
 # The tables

@@ -310,9 +310,9 @@ class StreamShards:
         return path
 
     def _decoder(self, shard: Shard) -> SampleDecoder:
-        decoder = self._decoders.get(id(shard.layout))
+        decoder = self._decoders.get(id(shard.format))
         if decoder is None:
-            decoder = self._decoders[id(shard.layout)] = SampleDecoder(shard.layout, self._columns)
+            decoder = self._decoders[id(shard.format)] = SampleDecoder(shard.format, self._columns)
         return decoder
 
     def _open_index(self) -> ShardIndex:
@@ -430,7 +430,7 @@ class StreamShards:
             self._copy(packed, entry.cached_bytes)
         raw = self.folder / entry.raw.name
         try:
-            content = decompress(entry.layout.compression, path.read_bytes())
+            content = decompress(entry.format.compression, path.read_bytes())
         except Exception as error:  # Each decompressor has exceptions of its own.
             raise DataError(f"{path} cannot be decompressed ({type(error).__name__}: {error})") from error
         if len(content) != entry.raw.num_bytes:

@@ -210,7 +210,7 @@ class TextImageDataset(Dataset):
             stream.close()
 
     def _columns_of(self, stream: int) -> dict[str, str]:
-        layout = self.streams[stream].index.shards[0].layout
+        layout = self.streams[stream].index.shards[0].format
         return dict(zip(layout.names, layout.encodings, strict=True))
 
     def _check_columns(self, stream: int, location: StreamLocation) -> None:

@@ -8,6 +8,7 @@ several seconds for each worker. Its readers open the file and decode all column
 here 11 us).
 """
 
+import functools
 import hashlib
 import itertools
 import json
@@ -48,23 +49,94 @@ class ShardFile(NamedTuple):
     num_bytes: int
     hashes: Mapping[str, str]
 
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> "ShardFile":
+        """Make one of its description in an index; a ValueError if it is not below the folder."""
+        name = str(entry["basename"])
+        if name.startswith("/") or ".." in name.split("/"):
+            raise ValueError(f"{name} is not below the folder")
+        return cls(name, int(entry["bytes"]), entry["hashes"])
 
-class Layout(NamedTuple):
-    """How the samples of a shard are encoded; most shards of a stream share one object."""
+    @property
+    def entry(self) -> dict[str, Any]:
+        """Description in an index."""
+        return {"basename": self.name, "bytes": self.num_bytes, "hashes": self.hashes}
+
+
+@dataclass(frozen=True)
+class ShardFormat:
+    """How the samples of a shard are encoded, and how shards are written; most shards of a stream share one object."""
 
     names: tuple[str, ...]
     encodings: tuple[str, ...]
     """MDS type of each column."""
     sizes: tuple[int | None, ...]
     """Bytes of each column; None (or 0) where they vary."""
-    compression: str | None
+    compression: str | None = None
+    """A compression that Streaming knows, or None."""
+    hashes: tuple[str, ...] = DEFAULT_HASHES
+    """Names of the hashes of each shard in the index, sorted."""
+    shard_bytes: int | None = DEFAULT_SHARD_BYTES
+    """Size above which a new shard is begun; None (of other tools) is no limit."""
 
     @classmethod
-    def of(cls, columns: Mapping[str, str], compression: str | None = None) -> "Layout":
-        """The layout in which shards with columns of some MDS types are written: by name."""
+    def of(cls, columns: Mapping[str, str], **options: Any) -> "ShardFormat":
+        """Return the format in which shards with columns of some MDS types are written: by name."""
         names = sorted(columns)
         encodings = [columns[name] for name in names]
-        return cls(tuple(names), tuple(encodings), tuple(map(encoded_size, encodings)), compression)
+        return cls(tuple(names), tuple(encodings), tuple(map(encoded_size, encodings)), **options)
+
+    def check(self) -> None:
+        """Raise a ConfigurationError unless shards can be written so."""
+        if self.shard_bytes is None or not 0 < self.shard_bytes < 2**31:  # MDS counts with 32 bits.
+            raise ConfigurationError(
+                f"shard size: {self.shard_bytes} bytes; it must be above 0 and below {2**31} (2 GiB)"
+            )
+        if self.hashes != DEFAULT_HASHES:
+            from streaming.base.hashing import get_hashes, is_hash
+
+            if list(self.hashes) != sorted(set(self.hashes)) or not all(map(is_hash, self.hashes)):
+                raise ConfigurationError(
+                    f"hashes: {list(self.hashes)}; they must be sorted, without repetition, and of: "
+                    f"{', '.join(sorted(get_hashes()))}"
+                )
+        if self.compression is not None:
+            from streaming.base.compression import get_compressions, is_compression
+
+            if self.compression.partition(":")[0] == "gz" or not is_compression(self.compression):
+                known = sorted({name.partition(":")[0] for name in get_compressions()} - {"gz"})
+                raise ConfigurationError(
+                    f"compression: {self.compression!r}; it must be one of {', '.join(known)}, with a level as in "
+                    "zstd:3 or without (gz stores the time, so that no two runs write the same)"
+                )
+
+    @cached_property
+    def columns(self) -> dict[str, str]:
+        """MDS type of each column."""
+        return dict(zip(self.names, self.encodings, strict=True))
+
+    @cached_property
+    def entry(self) -> dict[str, Any]:
+        """The part of an index entry that all shards share."""
+        return {
+            "version": 2,
+            "format": "mds",
+            "compression": self.compression,
+            "hashes": list(self.hashes),
+            "size_limit": self.shard_bytes,
+            "column_names": list(self.names),
+            "column_encodings": list(self.encodings),
+            "column_sizes": list(self.sizes),
+        }
+
+    @cached_property
+    def header(self) -> bytes:
+        """Bytes between the offsets and the samples."""
+        return json.dumps(self.entry, sort_keys=True).encode()
+
+    def num_bytes(self, num_samples: int) -> int:
+        """Return the bytes of a shard beside those of its samples."""
+        return 4 + 4 * (num_samples + 1) + len(self.header)
 
 
 class Shard(NamedTuple):
@@ -74,7 +146,32 @@ class Shard(NamedTuple):
     raw: ShardFile
     packed: ShardFile | None
     """The compressed form of a shard."""
-    layout: Layout
+    format: ShardFormat
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> "Shard":
+        """Make one of an entry of an index.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is none of MDS, version 2.
+        """
+        if (entry["version"], entry["format"]) != (2, "mds"):
+            raise ValueError(f"a shard has format {entry['format']}, version {entry['version']}, not mds, version 2")
+        columns = (tuple(entry[f"column_{what}"]) for what in ("names", "encodings", "sizes"))
+        others = entry["compression"], tuple(entry.get("hashes", ())), entry.get("size_limit")
+        packed = entry["zip_data"] and ShardFile.of(entry["zip_data"])
+        return cls(int(entry["samples"]), ShardFile.of(entry["raw_data"]), packed, _shared_format(*columns, *others))
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """Entry of an index."""
+        packed = self.packed and self.packed.entry
+        return {"samples": self.num_samples, "raw_data": self.raw.entry, "zip_data": packed, **self.format.entry}
+
+    @property
+    def stored(self) -> ShardFile:
+        """The file that is there: of the compressed form if there is one."""
+        return self.packed or self.raw
 
     @property
     def files(self) -> list[ShardFile]:
@@ -85,6 +182,9 @@ class Shard(NamedTuple):
     def cached_bytes(self) -> int:
         """Bytes that it takes in a cache: of both forms of a compressed shard, which exist together for a moment."""
         return sum(file.num_bytes for file in self.files)
+
+
+_shared_format = functools.lru_cache(maxsize=64)(ShardFormat)
 
 
 class ShardIndex:
@@ -114,38 +214,24 @@ class ShardIndex:
 
 
 def read_shard_index(path: Path) -> ShardIndex:
-    """Read an index.
+    """Read an index for training.
 
     Raises:
-        DataError: it cannot be read, or is not that of an MDS folder.
+        DataError: it holds no samples.
         ValueError, KeyError, TypeError: it is damaged.
     """
-    layouts: dict[Layout, Layout] = {}
-
-    def compact(value: dict[str, Any]) -> Any:
-        """Replace each entry as soon as it is parsed: dictionaries would take ten times the memory."""
-        if "basename" in value:
-            name = str(value["basename"])
-            if name.startswith("/") or ".." in name.split("/"):
-                raise ValueError(f"{name} is not below the folder")
-            return ShardFile(name, int(value["bytes"]), value["hashes"])
-        if "raw_data" not in value:
-            return value
-        if (value["version"], value["format"]) != (2, "mds"):
-            raise ValueError(f"a shard has format {value['format']}, version {value['version']}, not mds, version 2")
-        names, encodings, sizes = (tuple(value[f"column_{what}"]) for what in ("names", "encodings", "sizes"))
-        layout = Layout(names, encodings, sizes, value["compression"])
-        return Shard(int(value["samples"]), value["raw_data"], value["zip_data"], layouts.setdefault(layout, layout))
-
-    with path.open(encoding="utf-8") as file:
-        content = json.load(file, object_hook=compact)
-    shards = content["shards"]
-    if not all(isinstance(shard, Shard) for shard in shards):
-        raise ValueError("an entry is not that of a shard")
-    index = ShardIndex(shards)
+    index = ShardIndex(_parse_index(path.read_text(encoding="utf-8")))
     if index.num_samples == 0:
         raise DataError(f"{path} holds no samples: take the stream out of the configuration, or write it again")
     return index
+
+
+def _parse_index(content: str | bytes) -> list[Shard]:
+    """Parse an index; each entry becomes a shard at once, since dictionaries would take ten times the memory."""
+    shards = json.loads(content, object_hook=lambda value: Shard.of(value) if "raw_data" in value else value)["shards"]
+    if not all(isinstance(shard, Shard) for shard in shards):
+        raise ValueError("an entry is not that of a shard")
+    return shards
 
 
 _OFFSETS = struct.Struct("<2I")
@@ -167,7 +253,7 @@ class ShardFiles:
         """
         return self._repeat(path, lambda: self._read(path, index))
 
-    def read_column(self, path: str, index: int, layout: Layout, column: str) -> Any:
+    def read_column(self, path: str, index: int, layout: ShardFormat, column: str) -> Any:
         """Read one column of a sample, without the bytes of the others; errors as for `read`."""
         return self._repeat(path, lambda: self._read_column(path, index, layout, column))
 
@@ -189,7 +275,7 @@ class ShardFiles:
         descriptor, begin, end = self._find(path, index)
         return _exactly(os.pread(descriptor, end - begin, begin), end - begin)
 
-    def _read_column(self, path: str, index: int, layout: Layout, column: str) -> Any:
+    def _read_column(self, path: str, index: int, layout: ShardFormat, column: str) -> Any:
         descriptor, start, _ = self._find(path, index)
         sizes = struct.Struct(f"<{sum(not size for size in layout.sizes)}I")
         varying = iter(sizes.unpack(_exactly(os.pread(descriptor, sizes.size, start), sizes.size)))
@@ -245,7 +331,7 @@ class SampleDecoder:
         DataError: a wanted column can hold code (`pkl`).
     """
 
-    def __init__(self, layout: Layout, wanted: Collection[str] | None = None) -> None:
+    def __init__(self, layout: ShardFormat, wanted: Collection[str] | None = None) -> None:
         self._columns = [
             (name, size or None, _decoder(encoding) if wanted is None or name in wanted else None)
             for name, encoding, size in zip(layout.names, layout.encodings, layout.sizes, strict=True)
@@ -310,68 +396,6 @@ _DECODERS: dict[str, Callable[[bytes], Any]] = {
 # Writing, and what an index says.
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardFormat:
-    """How shards are written."""
-
-    columns: Mapping[str, str]
-    """MDS type of each column."""
-    shard_bytes: int = DEFAULT_SHARD_BYTES
-    """Size above which a new shard is begun."""
-    hashes: tuple[str, ...] = DEFAULT_HASHES
-    """Names of the hashes of each shard in the index, sorted."""
-    compression: str | None = None
-    """A compression that Streaming knows, or None."""
-
-    def check(self) -> None:
-        """Raise a ConfigurationError unless shards can be written so."""
-        if not 0 < self.shard_bytes < 2**31:  # MDS counts with 32 bits.
-            raise ConfigurationError(
-                f"shard size: {self.shard_bytes} bytes; it must be above 0 and below {2**31} (2 GiB)"
-            )
-        if self.hashes != DEFAULT_HASHES:
-            from streaming.base.hashing import get_hashes, is_hash
-
-            if list(self.hashes) != sorted(set(self.hashes)) or not all(map(is_hash, self.hashes)):
-                raise ConfigurationError(
-                    f"hashes: {list(self.hashes)}; they must be sorted, without repetition, and of: "
-                    f"{', '.join(sorted(get_hashes()))}"
-                )
-        if self.compression is not None:
-            from streaming.base.compression import get_compressions, is_compression
-
-            if self.compression.partition(":")[0] == "gz" or not is_compression(self.compression):
-                known = sorted({name.partition(":")[0] for name in get_compressions()} - {"gz"})
-                raise ConfigurationError(
-                    f"compression: {self.compression!r}; it must be one of {', '.join(known)}, with a level as in "
-                    "zstd:3 or without (gz stores the time, so that no two runs write the same)"
-                )
-
-    @cached_property
-    def entry(self) -> dict[str, Any]:
-        """The part of an index entry that all shards share."""
-        layout = Layout.of(self.columns, self.compression)
-        return {
-            "version": 2,
-            "format": "mds",
-            "compression": self.compression,
-            "hashes": list(self.hashes),
-            "size_limit": self.shard_bytes,
-            "column_names": list(layout.names),
-            "column_encodings": list(layout.encodings),
-            "column_sizes": list(layout.sizes),
-        }
-
-    @cached_property
-    def header(self) -> bytes:
-        """Bytes between the offsets and the samples."""
-        return json.dumps(self.entry, sort_keys=True).encode()
-
-    def num_bytes(self, num_samples: int) -> int:
-        """Return the bytes of a shard beside those of its samples."""
-        return 4 + 4 * (num_samples + 1) + len(self.header)
-
-
 def encode_sample(sample: Mapping[str, Any], columns: Mapping[str, str]) -> bytes:
     """Return the bytes of a sample in a shard: the sizes of the columns that have none of their own, then the columns.
 
@@ -422,8 +446,8 @@ def shard_name(number: int, *, part: int = 0) -> str:
     return f"shard.{number:05}{f'.p{part}' if part else ''}.mds"
 
 
-def encode_shard(samples: Sequence[bytes], name: str, shards: ShardFormat) -> tuple[bytes, dict[str, Any]]:
-    """Make a shard: the content of its file, and its entry for the index.
+def encode_shard(samples: Sequence[bytes], name: str, shards: ShardFormat) -> tuple[bytes, Shard]:
+    """Make a shard.
 
     Args:
         samples: as `encode_sample` returns them.
@@ -431,28 +455,22 @@ def encode_shard(samples: Sequence[bytes], name: str, shards: ShardFormat) -> tu
         shards: its format.
 
     Returns:
-        The file, compressed if the format is; `stored_file` of the entry is its description.
+        Content of its file (`stored`), and its entry for the index.
     """
     starts = list(itertools.accumulate(map(len, samples), initial=shards.num_bytes(len(samples))))
     content = b"".join([struct.pack(f"<{len(starts) + 1}I", len(samples), *starts), shards.header, *samples])
-    raw_data, zip_data = _described(content, name, shards.hashes), None
+    raw, packed = _described(content, name, shards.hashes), None
     if shards.compression:
         from streaming.base.compression import compress, get_compression_extension
 
         name = f"{name}.{get_compression_extension(shards.compression)}"
         content = compress(shards.compression, content)
-        zip_data = _described(content, name, shards.hashes)
-    return content, {"samples": len(samples), "raw_data": raw_data, "zip_data": zip_data, **shards.entry}
+        packed = _described(content, name, shards.hashes)
+    return content, Shard(len(samples), raw, packed, shards)
 
 
-def stored_file(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return name, size and hashes of the file of a shard: of the compressed form if there is one."""
-    return entry["zip_data"] or entry["raw_data"]
-
-
-def _described(content: bytes, name: str, hashes: Iterable[str]) -> dict[str, Any]:
-    """Return name, size and hashes of a file as the index holds them."""
-    return {"basename": name, "bytes": len(content), "hashes": {kind: _hash_of(content, kind) for kind in hashes}}
+def _described(content: bytes, name: str, hashes: Iterable[str]) -> ShardFile:
+    return ShardFile(name, len(content), {kind: _hash_of(content, kind) for kind in hashes})
 
 
 def _hash_of(content: bytes, kind: str) -> str:
@@ -461,46 +479,36 @@ def _hash_of(content: bytes, kind: str) -> str:
     return digest.hexdigest()
 
 
-def format_of(entry: Mapping[str, Any]) -> ShardFormat:
-    """Return the format in which a shard was written."""
-    return ShardFormat(
-        columns=dict(zip(entry["column_names"], entry["column_encodings"], strict=True)),
-        shard_bytes=entry["size_limit"],
-        hashes=tuple(entry["hashes"]),
-        compression=entry["compression"],
-    )
-
-
-def read_shard(folder: Path | str, entry: Mapping[str, Any]) -> list[bytes]:
+def read_shard(folder: Path | str, shard: Shard) -> list[bytes]:
     """Read a shard: its samples as `encode_sample` made them, which a `SampleDecoder` decodes.
 
     Args:
         folder: the MDS folder, a path or an s3:// URI.
-        entry: the shard's entry in the index.
+        shard: the shard's entry in the index.
 
     Raises:
         DataError: the file is missing or damaged.
         MachineError: it cannot be read.
     """
-    file = stored_file(entry)
-    uri = storage.join(str(folder), file["basename"])
+    file = shard.stored
+    uri = storage.join(str(folder), file.name)
     content = storage.read(uri)
-    digest = choose_hash(file["hashes"])
-    if len(content) != file["bytes"] or (digest is not None and _hash_of(content, digest[0]) != digest[1]):
+    digest = choose_hash(file.hashes)
+    if len(content) != file.num_bytes or (digest is not None and _hash_of(content, digest[0]) != digest[1]):
         raise DataError(f"{storage.shown(uri)} is damaged, it is not what the index describes; write the folder anew")
-    if entry["compression"]:
+    if shard.format.compression:
         from streaming.base.compression import decompress
 
-        content = decompress(entry["compression"], content)
+        content = decompress(shard.format.compression, content)
     (count,) = struct.unpack_from("<I", content)
     starts = struct.unpack_from(f"<{count + 1}I", content, 4)
     return [content[start:end] for start, end in itertools.pairwise(starts)]
 
 
-def write_index(folder: Path | str, entries: Sequence[Mapping[str, Any]]) -> None:
-    """Write the index of an MDS folder, a path or an s3:// URI, as Streaming does, from the entries of its shards."""
-    content = json.dumps({"version": 2, "shards": list(entries)}, sort_keys=True).encode()
-    storage.write(storage.join(str(folder), INDEX), content)
+def write_index(folder: Path | str, shards: Iterable[Shard]) -> None:
+    """Write the index of an MDS folder, a path or an s3:// URI, as Streaming does."""
+    content = ", ".join(json.dumps(shard.entry, sort_keys=True) for shard in shards)
+    storage.write(storage.join(str(folder), INDEX), f'{{"shards": [{content}], "version": 2}}'.encode())
 
 
 def choose_hash(hashes: Mapping[str, str]) -> tuple[str, str] | None:
@@ -509,12 +517,11 @@ def choose_hash(hashes: Mapping[str, str]) -> tuple[str, str] | None:
     return None if kind is None else (kind, hashes[kind])
 
 
-def check_shard(folder: Path, entry: Mapping[str, Any]) -> None:
-    """Raise a DataError if the file of an entry of an index is missing, or has another hash."""
-    stored = stored_file(entry)
-    if (digest := choose_hash(stored["hashes"])) is None:
+def check_shard(folder: Path, shard: Shard) -> None:
+    """Raise a DataError if the file of a shard is missing, or has another hash than the index gives."""
+    if (digest := choose_hash(shard.stored.hashes)) is None:
         return
-    file, (kind, expected) = folder / stored["basename"], digest
+    file, (kind, expected) = folder / shard.stored.name, digest
     try:
         found = hash_file(file, kind)
     except OSError as error:
@@ -523,8 +530,8 @@ def check_shard(folder: Path, entry: Mapping[str, Any]) -> None:
         raise DataError(f"{file} is damaged: its {kind} is not that of the index; copy or write the folder anew")
 
 
-def read_shards(folder: Path | str) -> list[dict[str, Any]]:
-    """Read the entries of the shards in the index of an MDS folder, a path or an s3:// URI.
+def read_shards(folder: Path | str) -> list[Shard]:
+    """Read the index of an MDS folder, a path or an s3:// URI.
 
     Raises:
         DataError: the folder has no index, or one that is damaged.
@@ -533,16 +540,15 @@ def read_shards(folder: Path | str) -> list[dict[str, Any]]:
     return _shards_of(storage.join(str(folder), INDEX))[0]
 
 
-def _shards_of(uri: str) -> tuple[list[dict[str, Any]], bytes]:
-    """Read an index: the entries of its shards, and its bytes."""
+def _shards_of(uri: str) -> tuple[list[Shard], bytes]:
+    """Read an index: its shards, and its bytes."""
     content = storage.read(uri)
     try:
-        index = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{storage.shown(uri)} is damaged, it is not JSON: {error}") from error
-    if not isinstance(index, dict) or not isinstance(index.get("shards"), list):
-        raise DataError(f"{storage.shown(uri)} is not the index of an MDS folder; write the folder anew")
-    return index["shards"], content
+        return _parse_index(content), content
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{storage.shown(uri)} is damaged or not the index of an MDS folder ({error!r}); write the folder anew"
+        ) from error
 
 
 def read_index(folder: Path | str) -> BucketEntry:
@@ -552,23 +558,23 @@ def read_index(folder: Path | str) -> BucketEntry:
         DataError: the folder has no index, or one that is damaged, or its shards differ from it in size or are missing.
         MachineError: it cannot be read.
     """
-    uri = storage.join(str(folder), INDEX)
-    shards, content = _shards_of(uri)
-    try:
-        num_samples = sum(shard["samples"] for shard in shards)
-        num_bytes = sum(shard["raw_data"]["bytes"] for shard in shards)
-        sizes = {file["basename"]: file["bytes"] for file in map(stored_file, shards)}
-    except (KeyError, TypeError) as error:
-        raise DataError(
-            f"{storage.shown(uri)} is not the index of an MDS folder ({error!r}); write the folder anew"
-        ) from error
+    shards, content = _shards_of(storage.join(str(folder), INDEX))
+    check_files(folder, shards)
+    return BucketEntry(
+        num_samples=sum(shard.num_samples for shard in shards),
+        num_shards=len(shards),
+        num_bytes=sum(shard.raw.num_bytes for shard in shards),
+        sha256=hashlib.sha256(content).hexdigest(),
+    )
+
+
+def check_files(folder: Path | str, shards: Iterable[Shard]) -> None:
+    """Raise a DataError if the file of a shard is missing, or has another size."""
     found = storage.list_files(str(folder))
-    for name, size in sizes.items():
+    for name, size, _ in (shard.stored for shard in shards):
         if name not in found or found[name].size != size:
             state = f"has {found[name].size} bytes instead of {size}" if name in found else "is missing"
             raise DataError(f"{storage.join(str(folder), name)} {state}; fetch or write the folder anew")
-    sha256 = hashlib.sha256(content).hexdigest()
-    return BucketEntry(num_samples=num_samples, num_shards=len(shards), num_bytes=num_bytes, sha256=sha256)
 
 
 def delete_unnamed(uri: str, named: Mapping[str, Collection[str]]) -> None:

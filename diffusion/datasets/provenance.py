@@ -12,7 +12,7 @@ from tqdm import tqdm
 from diffusion.config.schema import Config
 from diffusion.datasets.bad_images import BadImage
 from diffusion.datasets.loader import order_settings
-from diffusion.datasets.mds import INDEX, Layout, SampleDecoder, format_of, read_shard, read_shards
+from diffusion.datasets.mds import INDEX, SampleDecoder, read_shard, read_shards
 from diffusion.datasets.sample_order import GlobalOrder, stream_shapes
 from diffusion.datasets.streams import StreamLocation, Substitutes, find_substitutes, locate_streams
 from diffusion.errors import DataError
@@ -71,7 +71,7 @@ def build_order(config: Config, folders: list[Path]) -> GlobalOrder:
     Raises:
         DataError: a folder has no index.
     """
-    sizes = [np.array([shard["samples"] for shard in read_shards(folder)], np.int64) for folder in folders]
+    sizes = [np.array([shard.num_samples for shard in read_shards(folder)], np.int64) for folder in folders]
     return GlobalOrder(stream_shapes(config.data.streams, sizes), order_settings(config.data, config.seed))
 
 
@@ -138,13 +138,13 @@ def exposures(config: Config, folders: list[Path], counts: list[NDArray[np.int32
     with tqdm(total=sum(map(len, counts)), unit=" samples", unit_scale=True, disable=None) as bar:
         for stream, folder, count in zip(config.data.streams, folders, counts, strict=True):
             first = 0
-            for entry in read_shards(folder):
-                seen = np.flatnonzero(count[first : first + entry["samples"]])
+            for shard in read_shards(folder):
+                seen = np.flatnonzero(count[first : first + shard.num_samples])
                 if len(seen):
-                    if "key" not in entry["column_names"]:
+                    if "key" not in shard.format.names:
                         raise DataError(f"stream '{stream.name}' has no keys: name its prepared data with --data")
-                    samples = read_shard(folder, entry)
-                    decode = SampleDecoder(Layout.of(format_of(entry).columns), ("key", "metadata"))
+                    samples = read_shard(folder, shard)
+                    decode = SampleDecoder(shard.format, ("key", "metadata"))
                     for number in seen.tolist():
                         index, columns = first + number, decode(samples[number])
                         yield Exposure(
@@ -154,5 +154,5 @@ def exposures(config: Config, folders: list[Path], counts: list[NDArray[np.int32
                             key=columns["key"],
                             metadata=columns.get("metadata") or {},
                         )
-                first += entry["samples"]
-                bar.update(entry["samples"])
+                first += shard.num_samples
+                bar.update(shard.num_samples)

@@ -14,7 +14,7 @@ from typing import Any
 from PIL import Image, ImageOps
 
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
-from diffusion.datasets.mds import INDEX, Layout, SampleDecoder, ShardFiles, read_shard, read_shards, stored_file
+from diffusion.datasets.mds import INDEX, SampleDecoder, Shard, ShardFiles, read_shard, read_shards
 from diffusion.datasets.streams import StreamLocation, converts_to_srgb, find_marked
 from diffusion.errors import ConfigurationError, DataError, error_context
 from diffusion.evaluation.config import ReferenceConfig
@@ -93,7 +93,7 @@ class PreparedSamples:
     """
 
     def __init__(self, root: Path) -> None:
-        self._shards: list[tuple[Path, dict[str, Any], str]] = []
+        self._shards: list[tuple[Path, Shard, str]] = []
         self.convert_to_srgb = False
         removed: list[int] = []
         num = 0
@@ -101,10 +101,10 @@ class PreparedSamples:
             location = StreamLocation(name=folder.name, remote=None, local=str(folder))
             self.convert_to_srgb |= converts_to_srgb(location)
             removed += sorted(num + index for index in set(find_marked(location)))
-            for entry in read_shards(folder):
-                self._shards.append((folder, entry, str(folder.relative_to(root))))
-                num += entry["samples"]
-        self._ends = list(itertools.accumulate(entry["samples"] for _, entry, _ in self._shards))
+            for shard in read_shards(folder):
+                self._shards.append((folder, shard, str(folder.relative_to(root))))
+                num += shard.num_samples
+        self._ends = list(itertools.accumulate(shard.num_samples for _, shard, _ in self._shards))
         self._removed = removed
         self._used_before = [index - i for i, index in enumerate(removed)]
         """Number of samples that may be used before each removed one."""
@@ -122,14 +122,14 @@ class PreparedSamples:
         Raises:
             DataError: the shard is missing or damaged, or a column can hold code.
         """
-        shard, inside = self._locate(number)
-        folder, entry, _ = self._shards[shard]
-        decode = SampleDecoder(_layout(entry), columns)
-        with _explained(folder / stored_file(entry)["basename"]) as path:
-            if entry["zip_data"] is None:
+        at, inside = self._locate(number)
+        folder, shard, _ = self._shards[at]
+        decode = SampleDecoder(shard.format, columns)
+        with _explained(folder / shard.stored.name) as path:
+            if shard.packed is None:
                 return decode(self._files.read(str(path), inside))
-            if self._unpacked[0] != shard:
-                self._unpacked = (shard, read_shard(folder, entry))
+            if self._unpacked[0] != at:
+                self._unpacked = (at, read_shard(folder, shard))
             return decode(self._unpacked[1][inside])
 
     def captions(self, number: int) -> list[str] | None:
@@ -138,27 +138,27 @@ class PreparedSamples:
         Raises:
             DataError: the shard is missing or damaged.
         """
-        shard, inside = self._locate(number)
-        folder, entry, _ = self._shards[shard]
-        if "captions" not in entry["column_names"]:
+        at, inside = self._locate(number)
+        folder, shard, _ = self._shards[at]
+        if "captions" not in shard.format.names:
             return None
-        if entry["zip_data"] is not None:
+        if shard.packed is not None:
             return self.sample(number, ["captions"])["captions"]
-        with _explained(folder / entry["raw_data"]["basename"]) as path:
-            return self._files.read_column(str(path), inside, _layout(entry), "captions")
+        with _explained(folder / shard.raw.name) as path:
+            return self._files.read_column(str(path), inside, shard.format, "captions")
 
     def names(self) -> Iterator[str]:
         """Iterate over the names of the samples: folder, shard and number. A takedown does not change the others."""
         removed = {*self._removed}
-        for (_, entry, name), end in zip(self._shards, self._ends, strict=True):
-            shard = re.sub(r"\.r\d+(?=\.mds$)", "", entry["raw_data"]["basename"])
-            for i in range(entry["samples"]):
-                if end - entry["samples"] + i not in removed:
-                    yield f"{name}/{shard}/{i}"
+        for (_, shard, name), end in zip(self._shards, self._ends, strict=True):
+            first_written = re.sub(r"\.r\d+(?=\.mds$)", "", shard.raw.name)
+            for i in range(shard.num_samples):
+                if end - shard.num_samples + i not in removed:
+                    yield f"{name}/{first_written}/{i}"
 
     def identity(self) -> str:
         """Hash of the sizes and hashes of the shards in the indices, and of what was removed."""
-        shards: list[Any] = [(name, entry["raw_data"], entry["samples"]) for _, entry, name in self._shards]
+        shards: list[Any] = [(name, shard.raw.entry, shard.num_samples) for _, shard, name in self._shards]
         return text_hash(repr(shards + self._removed))
 
     def _locate(self, number: int) -> tuple[int, int]:
@@ -166,11 +166,6 @@ class PreparedSamples:
         index = number + bisect_right(self._used_before, number)
         shard = bisect_right(self._ends, index)
         return shard, index - (self._ends[shard - 1] if shard else 0)
-
-
-def _layout(entry: dict[str, Any]) -> Layout:
-    names, encodings, sizes = (tuple(entry[f"column_{what}"]) for what in ("names", "encodings", "sizes"))
-    return Layout(names, encodings, sizes, None)
 
 
 @contextmanager

@@ -138,7 +138,7 @@ def _samples_per_shard(location: StreamLocation) -> np.ndarray | None:
     for folder in (location.remote, location.local):
         if folder and not is_url(folder):
             try:
-                return np.array([shard["samples"] for shard in read_shards(Path(folder).expanduser())], np.int64)
+                return np.array([shard.num_samples for shard in read_shards(Path(folder).expanduser())], np.int64)
             except (OSError, DataError):
                 continue
     return None

@@ -9,7 +9,6 @@ the data can be trained from, and the same command goes on. (Between an index an
 holds the hash of the index, `encode` rejects the data until then.)
 """
 
-import json
 import logging
 import re
 from bisect import bisect_left
@@ -28,16 +27,14 @@ from diffusion import storage
 from diffusion.datasets.manifest import MANIFEST, REMOVED_SAMPLES, SCAN, WORK, PreparedManifest
 from diffusion.datasets.mds import (
     INDEX,
-    Layout,
     SampleDecoder,
+    Shard,
     delete_unnamed,
     encode_sample,
     encode_shard,
-    format_of,
     read_index,
     read_shard,
     read_shards,
-    stored_file,
     write_index,
 )
 from diffusion.errors import DataError, UserError
@@ -64,7 +61,13 @@ from diffusion.preparation.removed import add_removed, read_marks, read_removed
 from diffusion.preparation.scan import Scan
 from diffusion.preparation.select import read_selection
 from diffusion.preparation.sources.folder import key_of_item
-from diffusion.preparation.write import discard_generations, rejected_entries, write_indexes
+from diffusion.preparation.write import (
+    discard_generations,
+    rejected_entries,
+    shards_as_metadata,
+    shards_of_metadata,
+    write_indexes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -231,9 +234,9 @@ def _find_samples(
     folders = [f"{split}/{bucket}" for split, buckets in manifest.splits.items() for bucket in buckets]
     for folder in folders if tasks else ():
         first = 0
-        for entry in read_shards(storage.join(dataset, folder)):
-            starts[folder, _stem(entry["raw_data"]["basename"])] = first
-            first += entry["samples"]
+        for shard in read_shards(storage.join(dataset, folder)):
+            starts[folder, _stem(shard.raw.name)] = first
+            first += shard.num_samples
     for task, parts in tasks.items():
         table = read_table(storage.join(dataset, POSITIONS, positions_name(task)))
         for one in table.filter(pc.field("part").isin(parts)).to_pylist():
@@ -309,19 +312,18 @@ def _erase_task(dataset: str, task: int, rows: Mapping[int, Collection[int]]) ->
     uri = storage.join(dataset, POSITIONS, positions_name(task))
     table = read_table(uri)
     removed = [one["row"] in rows.get(one["part"], ()) for one in table.select(["part", "row"]).to_pylist()]
-    indices: dict[tuple[str, str, str], list[int]] = {}
+    indices: dict[tuple[str, str], list[int]] = {}
     for one in table.filter(removed).to_pylist():
-        indices.setdefault((one["split"], one["bucket"], _stem(one["shard"])), []).append(one["index"])
-    entries, count = json.loads(table.schema.metadata[b"entries"]), 0
-    for one in entries:
-        split, bucket, old = one["split"], one["bucket"], one["entry"]
-        of_shard = indices.get((split, bucket, _stem(old["raw_data"]["basename"])), [])
-        one["entry"] = _erase_shard(storage.join(dataset, split, bucket), old, of_shard)
-        count += one["entry"] is not old
+        indices.setdefault((f"{one['split']}/{one['bucket']}", _stem(one["shard"])), []).append(one["index"])
+    old = shards_of_metadata(table.schema.metadata)
+    new = [
+        (folder, _erase_shard(storage.join(dataset, folder), shard, indices.get((folder, _stem(shard.raw.name)), ())))
+        for folder, shard in old
+    ]
     keys = pc.if_else(pa.array(removed), "", table["key"])  # pyright: ignore[reportAttributeAccessIssue]
     table = table.set_column(0, table.schema.field(0), keys)
-    write_table(uri, table.replace_schema_metadata({"entries": json.dumps(entries)}))
-    return count
+    write_table(uri, table.replace_schema_metadata(shards_as_metadata(new)))
+    return sum(a[1] is not b[1] for a, b in zip(old, new, strict=True))
 
 
 def _write_report(dataset: str) -> None:
@@ -349,7 +351,7 @@ def _take_down_encoded(dataset: str, asked: set[str], erase: bool) -> tuple[list
         old = read_shards(storage.join(dataset, folder))
         new = _erase_shards(storage.join(dataset, folder), old, marks.get(folder, []))
         count += sum(a is not b for a, b in zip(old, new, strict=True))
-        named[folder] = {INDEX, *(stored_file(entry)["basename"] for entry in new)}
+        named[folder] = {INDEX, *(shard.stored.name for shard in new)}
     delete_unnamed(dataset, named)
     return samples, count
 
@@ -358,23 +360,23 @@ def _find_in_shards(dataset: str, folders: Iterable[str], keys: set[str]) -> Ite
     """Find samples by their keys in the shards, all of which are read."""
     for folder in folders:
         first = 0
-        for entry in read_shards(storage.join(dataset, folder)):
-            decode = SampleDecoder(Layout.of(format_of(entry).columns), ["key"])
-            for i, sample in enumerate(read_shard(storage.join(dataset, folder), entry)):
+        for shard in read_shards(storage.join(dataset, folder)):
+            decode = SampleDecoder(shard.format, ["key"])
+            for i, sample in enumerate(read_shard(storage.join(dataset, folder), shard)):
                 if (key := decode(sample)["key"]) in keys:
                     yield _Sample(key, folder, first + i)
-            first += entry["samples"]
+            first += shard.num_samples
 
 
-def _erase_shards(folder: str, entries: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
-    """Erase samples of an MDS folder; return the entries of its shards."""
+def _erase_shards(folder: str, shards: list[Shard], indices: Sequence[int]) -> list[Shard]:
+    """Erase samples of an MDS folder; return its shards."""
     new, first = [], 0
-    for entry in entries:
-        stop = first + entry["samples"]
+    for shard in shards:
+        stop = first + shard.num_samples
         of_shard = indices[bisect_left(indices, first) : bisect_left(indices, stop)]
-        new.append(_erase_shard(folder, entry, [index - first for index in of_shard]))
+        new.append(_erase_shard(folder, shard, [index - first for index in of_shard]))
         first = stop
-    if new != entries:
+    if new != shards:
         write_index(folder, new)
     return new
 
@@ -382,20 +384,19 @@ def _erase_shards(folder: str, entries: list[dict[str, Any]], indices: Sequence[
 # Shards.
 
 
-def _erase_shard(folder: str, entry: dict[str, Any], indices: Sequence[int]) -> dict[str, Any]:
-    """Write a shard with some samples blank under a new name; return its entry, the old one if they are blank."""
+def _erase_shard(folder: str, shard: Shard, indices: Sequence[int]) -> Shard:
+    """Write a shard with some samples blank under a new name; return it, or the old one if they are blank."""
     if not indices:
-        return entry
-    shards, samples = format_of(entry), read_shard(folder, entry)
-    decode, old = SampleDecoder(Layout.of(shards.columns)), list(samples)
+        return shard
+    samples = read_shard(folder, shard)
+    decode, old = SampleDecoder(shard.format), list(samples)
     for i in indices:
-        samples[i] = encode_sample(blanked(decode(samples[i])), shards.columns)
+        samples[i] = encode_sample(blanked(decode(samples[i])), shard.format.columns)
     if samples == old:
-        return entry
-    name = entry["raw_data"]["basename"]
-    revision = int(found[1]) if (found := re.search(r"\.r(\d+)\.mds$", name)) else 0
-    content, new = encode_shard(samples, f"{_stem(name)}.r{revision + 1}.mds", shards)
-    storage.write(storage.join(folder, stored_file(new)["basename"]), content)
+        return shard
+    revision = int(found[1]) if (found := re.search(r"\.r(\d+)\.mds$", shard.raw.name)) else 0
+    content, new = encode_shard(samples, f"{_stem(shard.raw.name)}.r{revision + 1}.mds", shard.format)
+    storage.write(storage.join(folder, new.stored.name), content)
     return new
 
 

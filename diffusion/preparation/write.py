@@ -42,12 +42,13 @@ from diffusion.datasets.manifest import (
 )
 from diffusion.datasets.mds import (
     INDEX,
+    Shard,
     ShardFormat,
     delete_unnamed,
     encode_sample,
     encode_shard,
     read_index,
-    stored_file,
+    write_index,
 )
 from diffusion.errors import DataError, MachineError
 from diffusion.preparation.engine import Workers, progress_bar, run
@@ -96,6 +97,9 @@ POSITIONS_SCHEMA = pa.schema(
 )
 """Columns of `positions/TASK.parquet`, a row per sample in the order of writing. The file's `entries` are a JSON list
 of {split, bucket, entry}: the index entries of the task's shards in order."""
+
+TaskShard = tuple[str, Shard]
+"""A shard, and its `<split>/<bucket>`."""
 
 _IDENTITIES = "_identities.json"
 """File beside the positions: for each generation, what its shards are made from."""
@@ -172,7 +176,7 @@ def write(
         if number not in done
     )
     total = sum(selection.kept for selection in selections)
-    written = sum(one["entry"]["samples"] for entries in _read_entries(out, sorted(done)) for one in entries)
+    written = sum(shard.num_samples for listed in read_task_shards(out, sorted(done)) for _, shard in listed)
     captioned = part_numbers(storage.join(out, SCORES, CAPTIONS))  # By the captioner, or by another tool.
     make = functools.partial(_Writer, out, dict(settings), captioned, scratch)
     with progress_bar("writing", total, initial=written, shown=progress) as bar:
@@ -191,8 +195,8 @@ def _describe(task: WriteTask) -> str:
 
 def shard_format(settings: Mapping[str, Any]) -> ShardFormat:
     """Return the format of the shards."""
-    return ShardFormat(
-        columns=COLUMNS,
+    return ShardFormat.of(
+        COLUMNS,
         shard_bytes=round(settings["shard_mb"] * 2**20),
         hashes=tuple(settings["hashes"]),
         compression=settings["compression"],
@@ -389,7 +393,7 @@ class _Shards:
         self._pending: dict[str, list[_Sample]] = {}
         self._sizes: Counter[str] = Counter()
         self._numbers: Counter[str] = Counter()
-        self._entries: list[dict[str, Any]] = []
+        self._shards: list[TaskShard] = []
         self._positions: list[tuple[Any, ...]] = []
 
     def add(self, sample: _Sample) -> None:
@@ -418,7 +422,7 @@ class _Shards:
             self._write(folder)
         table = pa.Table.from_arrays(
             [pa.array([row[i] for row in self._positions], kind) for i, kind in enumerate(POSITIONS_SCHEMA.types)],
-            schema=POSITIONS_SCHEMA.with_metadata({"entries": json.dumps(self._entries)}),
+            schema=POSITIONS_SCHEMA.with_metadata(shards_as_metadata(self._shards)),
         )
         write_table(storage.join(self._out, POSITIONS, positions_name(self._task)), table)
         return table.num_rows
@@ -428,10 +432,10 @@ class _Shards:
         del self._sizes[folder]
         self._numbers[folder] += 1
         name = f"shard.{self._task:05}.{number:05}.mds"
-        content, entry = encode_shard([self.pool.get(sample) for sample in samples], name, self._format)
-        storage.write(storage.join(self._out, folder, stored_file(entry)["basename"]), content)
+        content, shard = encode_shard([self.pool.get(sample) for sample in samples], name, self._format)
+        storage.write(storage.join(self._out, folder, shard.stored.name), content)
         split, bucket = folder.split("/")
-        self._entries.append({"split": split, "bucket": bucket, "entry": entry})
+        self._shards.append((folder, shard))
         for index, sample in enumerate(samples):
             self._positions.append((sample.key, sample.part, sample.row, split, bucket, name, index))
 
@@ -439,11 +443,22 @@ class _Shards:
 # The end: indexes and the manifest.
 
 
-def _read_entries(out: str, tasks: Iterable[int]) -> Iterator[list[dict[str, Any]]]:
-    """Read the index entries of the shards of each task: lists of {split, bucket, entry}."""
+def shards_as_metadata(shards: Iterable[TaskShard]) -> dict[str, str]:
+    """Return the shards of a task as the metadata of the file of its positions."""
+    entries = [dict(zip(("split", "bucket"), name.split("/"), strict=True), entry=one.entry) for name, one in shards]
+    return {"entries": json.dumps(entries)}
 
-    def read(task: int) -> list[dict[str, Any]]:
-        return json.loads(read_schema(storage.join(out, POSITIONS, positions_name(task))).metadata[b"entries"])
+
+def shards_of_metadata(metadata: Mapping[bytes, bytes]) -> list[TaskShard]:
+    """Return the shards of a task from the metadata of the file of its positions."""
+    return [(f"{one['split']}/{one['bucket']}", Shard.of(one["entry"])) for one in json.loads(metadata[b"entries"])]
+
+
+def read_task_shards(out: str, tasks: Iterable[int]) -> Iterator[list[TaskShard]]:
+    """Read the shards of each task."""
+
+    def read(task: int) -> list[TaskShard]:
+        return shards_of_metadata(read_schema(storage.join(out, POSITIONS, positions_name(task))).metadata)
 
     return storage.concurrent_map(read, tasks)
 
@@ -454,22 +469,19 @@ def write_indexes(out: str, num_tasks: int) -> list[str]:
     Returns:
         The folders with an index: training first, buckets by the numbers in their names.
     """
-    texts: dict[str, list[str]] = {}
+    shards: dict[str, list[Shard]] = {}
     named: dict[str, set[str]] = {}
     tasks = sorted(part_numbers(storage.join(out, POSITIONS)))
-    for task, entries in zip(tasks, _read_entries(out, tasks), strict=True):
-        for one in entries:
-            folder = f"{one['split']}/{one['bucket']}"
-            named.setdefault(folder, set()).add(stored_file(one["entry"])["basename"])
+    for task, listed in zip(tasks, read_task_shards(out, tasks), strict=True):
+        for folder, shard in listed:
+            named.setdefault(folder, set()).add(shard.stored.name)
             if task < num_tasks:
-                text = json.dumps(one["entry"], sort_keys=True)  # A fifth of the dictionary.
-                texts.setdefault(folder, []).append(text)
-    for folder, of_folder in texts.items():
+                shards.setdefault(folder, []).append(shard)
+    for folder, of_folder in shards.items():
         named[folder].add(INDEX)
-        content = f'{{"shards": [{", ".join(of_folder)}], "version": 2}}'  # As `mds.write_index` writes it.
-        storage.write(storage.join(out, folder, INDEX), content.encode())
+        write_index(storage.join(out, folder), of_folder)
     delete_unnamed(out, named)
-    return sorted(texts, key=lambda folder: [folder.split("/")[0], *map(int, re.findall(r"\d+", folder))])
+    return sorted(shards, key=lambda folder: [folder.split("/")[0], *map(int, re.findall(r"\d+", folder))])
 
 
 def _manifest(

@@ -18,7 +18,6 @@ from diffusion.datasets.mds import (
     read_index,
     read_shards,
     shard_name,
-    stored_file,
     write_index,
 )
 
@@ -90,13 +89,13 @@ def append_prepared(
     folder: Path, samples: Sequence[dict[str, Any]], per_shard: int, compression: str | None = None
 ) -> None:
     """Append shards of some samples each to ROOT/<split>/<bucket>, and write the manifest, as a growth does."""
-    shards = ShardFormat(columns=PREPARED, compression=compression)
+    shards = ShardFormat.of(PREPARED, compression=compression)
     entries = read_shards(folder) if folder.is_dir() else []
     folder.mkdir(parents=True, exist_ok=True)
     for start in range(0, len(samples), per_shard):
         encoded = [encode_sample(sample, PREPARED) for sample in samples[start : start + per_shard]]
         content, entry = encode_shard(encoded, shard_name(len(entries)), shards)
-        (folder / stored_file(entry)["basename"]).write_bytes(content)
+        (folder / entry.stored.name).write_bytes(content)
         entries.append(entry)
     write_index(folder, entries)
     write_prepared_manifest(folder.parents[1])

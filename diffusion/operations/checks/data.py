@@ -344,9 +344,9 @@ def check_files(location: StreamLocation, timeout: float, *, deep: bool) -> None
     read_index(folder)
     if deep:
         damaged = []
-        for entry in tqdm(read_shards(folder), desc=str(folder), unit=" shards"):
+        for shard in tqdm(read_shards(folder), desc=str(folder), unit=" shards"):
             try:
-                check_shard(folder, entry)
+                check_shard(folder, shard)
             except DataError as error:
                 damaged.append(str(error))
         if damaged:

@@ -19,7 +19,6 @@ from pathlib import Path
 
 from diffusion.datasets.encoded import EncodedManifest
 from diffusion.datasets.manifest import PreparedManifest
-from diffusion.datasets.mds import stored_file
 from diffusion.distributed import agree, has_process_group, on_first_rank
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.preparation.encoding.models import EncodingModels, Load
@@ -153,15 +152,15 @@ def _plan(
 def _missing_shards(prepared: str, outputs: Sequence[Output]) -> list[ShardTask]:
     """List the prepared shards that some data set lacks."""
     removed, tasks = read_marks(prepared), []
-    folders = {name: entries for output in outputs for name, entries in output.folders.items()}
-    for name, entries in sorted(folders.items()):
+    folders = {name: shards for output in outputs for name, shards in output.folders.items()}
+    for name, shards in sorted(folders.items()):
         folder, first, indices = join(prepared, name), 0, removed.get(name, [])
-        for number, entry in enumerate(entries):
-            stop = first + entry["samples"]
+        for number, shard in enumerate(shards):
+            stop = first + shard.num_samples
             if targets := tuple(filter(None, (output.target(name, number) for output in outputs))):
                 inside = indices[bisect_left(indices, first) : bisect_left(indices, stop)]
                 of_shard = frozenset(index - first for index in inside)
-                tasks.append(ShardTask(number=number, folder=folder, entry=entry, removed=of_shard, targets=targets))
+                tasks.append(ShardTask(number=number, folder=folder, shard=shard, removed=of_shard, targets=targets))
             first = stop
     return tasks
 
@@ -203,7 +202,7 @@ def _encode_by_workers(
 
 
 def _describe(tasks: Sequence[ShardTask]) -> str:
-    return " or ".join(shown(join(one.folder, stored_file(one.entry)["basename"])) for one in tasks)
+    return " or ".join(shown(join(one.folder, one.shard.stored.name)) for one in tasks)
 
 
 def _load_encoder(

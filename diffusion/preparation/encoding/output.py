@@ -8,7 +8,6 @@ finished data set was made from: prepared data that has grown is encoded from th
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,7 +15,7 @@ from diffusion import storage
 from diffusion.config.data import ImageSize
 from diffusion.datasets.encoded import EncodedManifest
 from diffusion.datasets.manifest import DAMAGED, MANIFEST, REMOVED_SAMPLES, WORK
-from diffusion.datasets.mds import INDEX, delete_unnamed, read_shards, stored_file, write_index
+from diffusion.datasets.mds import INDEX, Shard, check_files, delete_unnamed, read_shards, write_index
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
 from diffusion.preparation.layout import REMOVED, WRITER
@@ -50,13 +49,24 @@ class ShardRecord:
     source: str
     """Identity of the prepared shard."""
     samples: int
-    entries: list[dict[str, Any]]
-    """Entries for the index; several if the shard was too large for one."""
+    shards: list[Shard]
+    """Several if the prepared shard was too large for one."""
     damaged: list[int] = field(default_factory=list)
     """Indices, in the prepared shard, of images that cannot be decoded. Of a finished data set, `damaged.json` has
     them."""
     removed_samples: list[int] = field(default_factory=list)
     """Likewise, of samples that were removed."""
+
+    @classmethod
+    def read(cls, uri: str) -> "ShardRecord":
+        """Read a file of `RECORDS`."""
+        values = storage.read_json(uri)
+        return cls(shards=[Shard.of(entry) for entry in values.pop("entries")], **values)
+
+    def write(self, uri: str) -> None:
+        """Write it."""
+        values = vars(self) | {"entries": [shard.entry for shard in self.shards]}
+        storage.write_json(uri, {name: value for name, value in values.items() if name != "shards"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +88,8 @@ class Output:
     uri: str
     manifest: EncodedManifest
     """The manifest of the finished data set."""
-    folders: dict[str, list[dict[str, Any]]]
-    """Index entries of the prepared shards that it is made of, by `<split>/<bucket>`."""
+    folders: dict[str, list[Shard]]
+    """Prepared shards that it is made of, by `<split>/<bucket>`."""
     known: dict[str, list[ShardRecord]] = field(default_factory=dict)
     """Shards of the finished data set, by `<split>/<bucket>`."""
     records: dict[str, list[ShardRecord | None]] = field(default_factory=dict)
@@ -149,12 +159,13 @@ class Output:
                 removed_samples.setdefault(name, []).extend(first + i for i in record.removed_samples)
             num_samples = sum(record.samples for record in records)
             removed_samples.setdefault(name, []).extend(i for i in removed.get(name, []) if i < num_samples)
-            entries = [entry for record in records for entry in record.entries]
-            named[name] = {INDEX, *(stored_file(entry)["basename"] for entry in entries)}
+            listed = [shard for record in records for shard in record.shards]
+            named[name] = {INDEX, *(shard.stored.name for shard in listed)}
             if len(records) > len(self.known.get(name, ())):
-                _write_index(join(uri, name), entries)
+                check_files(join(uri, name), listed)
+                write_index(join(uri, name), listed)
             shards[name] = [
-                {"source": record.source, "samples": record.samples, "parts": len(record.entries)} for record in records
+                {"source": record.source, "samples": record.samples, "parts": len(record.shards)} for record in records
             ]
         for file, indices in ((DAMAGED, damaged), (REMOVED_SAMPLES, removed_samples)):
             content = {name: sorted(set(found)) for name, found in sorted(indices.items()) if found}
@@ -179,11 +190,11 @@ class Output:
 
     def _check_same_data(self, prepared: str) -> None:
         """Reject prepared data that is not what the data set was made from; removed samples are no difference."""
-        for name, shards in self.known.items():
+        for name, records in self.known.items():
             there = self.folders.get(name, [])
-            same = len(there) >= len(shards) and all(
-                shard.source == shard_identity(entry) or (shard.samples == entry["samples"] and _is_rewritten(entry))
-                for shard, entry in zip(shards, there, strict=False)
+            same = len(there) >= len(records) and all(
+                known.source == shard_identity(shard) or (known.samples == shard.num_samples and _is_rewritten(shard))
+                for known, shard in zip(records, there, strict=False)
             )
             if not same:
                 raise DataError(
@@ -196,17 +207,17 @@ class Output:
         folder = join(self.uri, RECORDS)
         there = storage.list_files(folder)
 
-        def read(shard: tuple[str, dict[str, Any]]) -> ShardRecord | None:
-            name, entry = shard
+        def read(named: tuple[str, Shard]) -> ShardRecord | None:
+            name, shard = named
             try:
-                record = ShardRecord(**storage.read_json(join(folder, name))) if name in there else None
-            except (DataError, TypeError):
+                record = ShardRecord.read(join(folder, name)) if name in there else None
+            except (DataError, TypeError, KeyError, ValueError):
                 return None
-            return record if record and record.source == shard_identity(entry) else None
+            return record if record and record.source == shard_identity(shard) else None
 
         records: dict[str, list[ShardRecord | None]] = {}
-        for name, entries in self.folders.items():
-            shards = [(_record_name(name, number), entry) for number, entry in enumerate(entries)]
+        for name, listed in self.folders.items():
+            shards = [(_record_name(name, number), shard) for number, shard in enumerate(listed)]
             known = self.known.get(name, [])
             records[name] = [*known, *storage.concurrent_map(read, shards[len(known) :])]
         return records
@@ -229,12 +240,12 @@ def _read_known(uri: str, counts: dict[str, dict[str, int]]) -> dict[str, list[S
         for split, buckets in counts.items():
             for bucket, count in buckets.items():
                 name = f"{split}/{bucket}"
-                entries, shards = iter(read_shards(join(uri, name))), iter(recorded.get(name, ()))
+                there, shards = iter(read_shards(join(uri, name))), iter(recorded.get(name, ()))
                 known[name] = []
                 while count > 0:
                     one = next(shards)
-                    of_shard = [*itertools.islice(entries, one["parts"])]
-                    known[name].append(ShardRecord(source=one["source"], samples=one["samples"], entries=of_shard))
+                    of_shard = [*itertools.islice(there, one["parts"])]
+                    known[name].append(ShardRecord(source=one["source"], samples=one["samples"], shards=of_shard))
                     count -= one["samples"]
     except MissingFileError as error:
         raise DataError(f"{shown(uri)} is not whole ({error}): copy it again, or delete it") from error
@@ -245,25 +256,15 @@ def _read_known(uri: str, counts: dict[str, dict[str, int]]) -> dict[str, list[S
     return known
 
 
-def shard_identity(entry: Mapping[str, Any]) -> str:
+def shard_identity(shard: Shard) -> str:
     """Return a hash of a shard's size, samples and hashes: equal for equal content."""
-    content = [entry["samples"], entry["raw_data"]["bytes"], entry["raw_data"]["hashes"]]
+    content = [shard.num_samples, shard.raw.num_bytes, shard.raw.hashes]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _is_rewritten(entry: dict[str, Any]) -> bool:
+def _is_rewritten(shard: Shard) -> bool:
     """Return whether samples of a shard were removed: it has a name such as `shard.00003.r1.mds`."""
-    return ".r" in entry["raw_data"]["basename"]
-
-
-def _write_index(folder: str, entries: list[dict[str, Any]]) -> None:
-    """Write the index of an MDS folder whose shards are all there."""
-    there = storage.list_files(folder)
-    for file in map(stored_file, entries):
-        name = file["basename"]
-        if name not in there or there[name].size != file["bytes"]:
-            raise DataError(f"{shown(join(folder, name))} is missing or cut off: delete the encoding, and start again")
-    write_index(folder, entries)
+    return ".r" in shard.raw.name
 
 
 def _read_json(uri: str) -> dict[str, Any]:

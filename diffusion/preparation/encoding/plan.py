@@ -4,14 +4,13 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from diffusion import storage
 from diffusion.config.data import ImageSize, named_size
 from diffusion.datasets.buckets import lowest_side
 from diffusion.datasets.encoded import EncodedManifest
 from diffusion.datasets.manifest import MANIFEST, PreparedManifest
-from diffusion.datasets.mds import read_index, read_shards
+from diffusion.datasets.mds import Shard, read_index, read_shards
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.preparation.encoding.models import EncodingModels
@@ -46,7 +45,7 @@ class ShardTask:
     """Its number in its folder."""
     folder: str
     """URI of the prepared MDS folder."""
-    entry: dict[str, Any]
+    shard: Shard
     """Its entry in the index."""
     removed: frozenset[int]
     """Indices, in the shard, of samples that were removed from the prepared data."""
@@ -55,7 +54,7 @@ class ShardTask:
     @property
     def num_samples(self) -> int:
         """Samples of the shard."""
-        return self.entry["samples"]
+        return self.shard.num_samples
 
     @property
     def sizes(self) -> list[ImageSize]:
@@ -63,7 +62,7 @@ class ShardTask:
         return list(dict.fromkeys(target.size for target in self.targets))
 
 
-def _read_prepared(prepared: str) -> dict[str, list[dict[str, Any]]]:
+def _read_prepared(prepared: str) -> dict[str, list[Shard]]:
     """Read the indexes of prepared data, and compare them with the manifest: shards by `<split>/<bucket>`."""
     folders = {}
     for split, buckets in PreparedManifest.read(prepared).splits.items():
@@ -113,7 +112,7 @@ def plan_outputs(
         shards = {name: listed for name, listed in folders.items() if name.split("/")[1] in chosen}
         for name, listed in shards.items():
             split, bucket = name.split("/")
-            counts.setdefault(split, {})[bucket] = sum(entry["samples"] for entry in listed)
+            counts.setdefault(split, {})[bucket] = sum(shard.num_samples for shard in listed)
         manifest = EncodedManifest(
             vae=models.vae_identity,
             tokenizer=models.tokenizer_identity,

@@ -25,16 +25,7 @@ from diffusion.config.data import ImageSize
 from diffusion.datasets.dataset import Tokenize, read_scores
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.datasets.loader import BatchLoader
-from diffusion.datasets.mds import (
-    Layout,
-    SampleDecoder,
-    ShardFormat,
-    encode_sample,
-    encode_shard,
-    format_of,
-    read_shard,
-    shard_name,
-)
+from diffusion.datasets.mds import SampleDecoder, ShardFormat, encode_sample, encode_shard, read_shard, shard_name
 from diffusion.datasets.transforms import ImageTransform, Placement
 from diffusion.errors import DataError
 from diffusion.launch import end_with_parent
@@ -138,7 +129,7 @@ def _pieces(tasks: Iterable[ShardTask], batch_size: int) -> Iterator[Piece]:
     current: tuple[ShardTask, Future[list[bytes]]] | None = None
     with ThreadPoolExecutor(1) as reader:
         for task in itertools.chain(tasks, [None]):
-            following = None if task is None else (task, reader.submit(read_shard, task.folder, task.entry))
+            following = None if task is None else (task, reader.submit(read_shard, task.folder, task.shard))
             if current is not None:
                 samples = current[1].result()
                 for start in range(0, len(samples), batch_size):
@@ -160,7 +151,7 @@ class _DecodedImages(Dataset):
     def __getitem__(self, piece: Piece) -> ImageBatch:
         task = piece.task
         wanted = (*_COLUMNS, "metadata") if self._scores else _COLUMNS
-        decode_sample = SampleDecoder(Layout.of(format_of(task.entry).columns), wanted)
+        decode_sample = SampleDecoder(task.shard.format, wanted)
         transforms = {size: ImageTransform(size=size) for size in task.sizes}
         images: dict[ImageSize, list[np.ndarray]] = {size: [] for size in transforms}
         placements: dict[ImageSize, list[Placement]] = {size: [] for size in transforms}
@@ -243,21 +234,21 @@ class _Assembler:
 
     def _write(self, shard: "_Shard", target: Target) -> None:
         """Write a whole shard to a data set, and then its record."""
-        shards, samples, entries = self._format(target.size), shard.samples[target.size], []
-        cuts = _cut([4 + len(sample) for sample in samples], shards.shard_bytes - shards.num_bytes(0))
+        shards, samples, written = self._format(target.size), shard.samples[target.size], []
+        cuts = _cut([4 + len(sample) for sample in samples], self._settings.max_shard_bytes - shards.num_bytes(0))
         for part, (start, end) in enumerate(itertools.pairwise([0, *cuts])):
             name = shard_name(shard.task.number, part=part)
-            content, entry = encode_shard(samples[start:end], name, shards)
+            content, one = encode_shard(samples[start:end], name, shards)
             storage.write(join(target.folder, name), content)
-            entries.append(entry)
+            written.append(one)
         record = ShardRecord(
-            source=shard_identity(shard.task.entry),
+            source=shard_identity(shard.task.shard),
             samples=shard.num_samples,
-            entries=entries,
+            shards=written,
             damaged=sorted(shard.damaged),
             removed_samples=shard.removed,
         )
-        storage.write_json(target.record, vars(record))
+        record.write(target.record)
 
     def _format(self, size: ImageSize) -> ShardFormat:
         if size not in self._formats:
@@ -270,7 +261,7 @@ class _Assembler:
                 columns["latent_logvar"] = latent
             if self._models.text_encoder is not None:
                 columns |= dict.fromkeys(("text_embeddings", "pooled_text_embeddings"), "ndarray:float16")
-            self._formats[size] = ShardFormat(columns=columns, shard_bytes=self._settings.max_shard_bytes)
+            self._formats[size] = ShardFormat.of(columns, shard_bytes=self._settings.max_shard_bytes)
         return self._formats[size]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from diffusion.datasets.manifest import MANIFEST, REMOVED_SAMPLES
-from diffusion.datasets.mds import INDEX, Layout, SampleDecoder, stored_file
+from diffusion.datasets.mds import INDEX, SampleDecoder, ShardFormat
 from diffusion.errors import DataError, first_line
 from diffusion.preparation.layout import SPLITS
 from diffusion.preparation.records import (
@@ -179,7 +179,7 @@ class MDSSource(Source):
     ) -> Iterator[tuple[int, dict[str, bytes] | UnfitFileError]]:
         """Yield the number and the columns of samples, or why there is none."""
         names = tuple(shard["column_names"])
-        decode = SampleDecoder(Layout(names, ("bytes",) * len(names), tuple(shard["column_sizes"]), None))
+        decode = SampleDecoder(ShardFormat(names, ("bytes",) * len(names), tuple(shard["column_sizes"])))
         limit = self.image_limit() + self.text_limit() + 16 * self.row_limit()
         try:
             with self._opened(partition.file, shard) as file:
@@ -319,6 +319,11 @@ def _shards_of(uri: str, version: str) -> Mapping[str, dict[str, Any]]:
     if any(one["format"] != "mds" for one in shards):
         raise DataError(f"{where}: the format is not mds, but {shards[0]['format']!a}; convert it")
     return named
+
+
+def stored_file(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return name, size and hashes of the file of a shard: of the compressed form if there is one."""
+    return entry["zip_data"] or entry["raw_data"]
 
 
 class _Decompressed:

@@ -1,7 +1,6 @@
 """Shards on their way into a cache that processes and jobs share, and what happens when something breaks."""
 
 import errno
-import json
 import os
 import shutil
 import signal
@@ -28,7 +27,7 @@ from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.cache import LOCKS, CacheLimit, StreamShards, TierCounts, files_of_cache
 from diffusion.datasets.dataset import TrainingDataset
 from diffusion.datasets.loader import BatchLoader, train_loader, validation_dataset
-from diffusion.datasets.mds import read_shards
+from diffusion.datasets.mds import read_shards, write_index
 from diffusion.datasets.streams import StreamLocation
 from diffusion.errors import DataError, MachineError
 from tests.tools.written_data import TEXT, data_config, encoded_sample, tokenize, write_encoded, write_prepared
@@ -257,9 +256,8 @@ def test_a_damaged_shard_in_the_cache_is_fetched_again(tmp_path: Path, damage: A
 
 def test_a_damaged_offset_table_without_hashes_is_one_error(tmp_path: Path) -> None:
     root = write_encoded(tmp_path, {"a": 40})
-    index = root / "a" / "index.json"
-    shards = [entry | {"raw_data": entry["raw_data"] | {"hashes": {}}} for entry in read_shards(root / "a")]
-    index.write_text(json.dumps({"version": 2, "shards": shards}))
+    shards = [shard._replace(raw=shard.raw._replace(hashes={})) for shard in read_shards(root / "a")]
+    write_index(root / "a", shards)
     assert len(latents(open_loader(root))) == 40
     shard = move_offset(root)
     with pytest.raises(DataError, match=str(shard)):

@@ -1,4 +1,3 @@
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from diffusion.datasets.bad_images import MAX_BAD_IMAGES
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.dataset import TrainingDataset
 from diffusion.datasets.loader import BatchLoader, train_loader
-from diffusion.datasets.mds import SampleDecoder, ShardFiles, read_shard_index, read_shards
+from diffusion.datasets.mds import SampleDecoder, ShardFiles, read_shard_index, read_shards, write_index
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
 from diffusion.randomness import NUM_INDEX_BITS, NUM_OCCURRENCE_BITS, Purpose, random_word, sample_address
@@ -312,10 +311,9 @@ def test_an_mds_folder_of_another_tool(tmp_path: Path) -> None:
     for part in range(2):
         write_mds(tmp_path / "b" / f"{part}", columns, samples[8 * part : 8 * part + 8])
         for entry in read_shards(tmp_path / "b" / f"{part}"):
-            raw_data = entry["raw_data"] | {"basename": f"{part}/{entry['raw_data']['basename']}"}
-            entries.append(entry | {"raw_data": raw_data})
+            entries.append(entry._replace(raw=entry.raw._replace(name=f"{part}/{entry.raw.name}")))
         (tmp_path / "b" / f"{part}" / "index.json").unlink()
-    (tmp_path / "b" / "index.json").write_text(json.dumps({"version": 2, "shards": entries}))
+    write_index(tmp_path / "b", entries)
     for options in ({}, {"remote": str(tmp_path)}):
         dataset = open_data(tmp_path / "cache" if options else tmp_path, "b", **options)
         for number in (0, 9, 15):
@@ -323,8 +321,8 @@ def test_an_mds_folder_of_another_tool(tmp_path: Path) -> None:
                 dataset[number][BatchKey.IMAGE], ImageTransform.square(16)(smooth_image(number))
             )
     index = read_shard_index(tmp_path / "b" / "index.json")
-    decoder = SampleDecoder(index.shards[0].layout, {"score", "size", "captions", "metadata"})
+    decoder = SampleDecoder(index.shards[0].format, {"score", "size", "captions", "metadata"})
     sample = decoder(ShardFiles().read(str(tmp_path / "b" / index.shards[0].raw.name), 0))
     assert sample == {"captions": ["0 b 0"], "metadata": {}, "score": 0.5, "size": 3}
     with pytest.raises(DataError, match="pkl"):  # It would run code.
-        SampleDecoder(index.shards[0].layout)
+        SampleDecoder(index.shards[0].format)

@@ -3,17 +3,14 @@ import pytest
 from streaming import MDSWriter, StreamingDataset
 
 from diffusion.datasets.mds import (
-    Layout,
     SampleDecoder,
     ShardFormat,
     encode_sample,
     encode_shard,
-    format_of,
     read_index,
     read_shard,
     read_shards,
     shard_name,
-    stored_file,
     write_index,
 )
 from diffusion.errors import ConfigurationError, DataError
@@ -23,7 +20,7 @@ COLUMNS = {"number": "int32", "data": "bytes"}
 
 
 def write(folder, num=10, shard_bytes=2**20):
-    shards = ShardFormat(columns=COLUMNS, shard_bytes=shard_bytes)
+    shards = ShardFormat.of(COLUMNS, shard_bytes=shard_bytes)
     samples = [encode_sample({"number": n, "data": bytes([n]) * 100}, COLUMNS) for n in range(num)]
     per_shard = num if shard_bytes > num * 200 else 2
     folder.mkdir(parents=True)
@@ -33,7 +30,7 @@ def write(folder, num=10, shard_bytes=2**20):
 
 def write_shard(folder, number, samples, shards):
     content, entry = encode_shard(samples, shard_name(number), shards)
-    (folder / stored_file(entry)["basename"]).write_bytes(content)
+    (folder / entry.stored.name).write_bytes(content)
     return entry
 
 
@@ -54,7 +51,7 @@ def test_shards_written_one_by_one_are_those_of_streaming(tmp_path, compression)
         {"data": bytes([i]) * i, "name": "ä" * i, "number": i, "other": {"i": [i]}, "array": np.full((2, 3), i, "f2")}
         for i in range(9)
     ]
-    shards = ShardFormat(columns=columns, shard_bytes=2**20, hashes=("sha1", "xxh64"), compression=compression)
+    shards = ShardFormat.of(columns, shard_bytes=2**20, hashes=("sha1", "xxh64"), compression=compression)
     options = {"columns": columns, "hashes": ["sha1", "xxh64"], "size_limit": 2**20, "compression": compression}
     with MDSWriter(out=str(tmp_path / "theirs"), **options) as writer:
         for sample in samples:
@@ -65,9 +62,9 @@ def test_shards_written_one_by_one_are_those_of_streaming(tmp_path, compression)
     write_index(tmp_path / "ours", [entry])
     assert tree(tmp_path / "ours") == tree(tmp_path / "theirs")
     (found,) = read_shards(tmp_path / "ours")
-    assert (found, format_of(found)) == (entry, shards)
+    assert (found, found.format) == (entry, shards)
     assert read_shard(tmp_path / "ours", found) == encoded
-    decoded = SampleDecoder(Layout.of(columns))(encoded[3])
+    decoded = SampleDecoder(shards)(encoded[3])
     assert (decoded["name"], decoded["other"]) == ("äää", {"i": [3]})
 
 
@@ -102,4 +99,4 @@ def test_hash_of_the_index_follows_the_content(tmp_path):
 def test_shard_size_out_of_range():
     for shard_bytes in (0, 2**31):
         with pytest.raises(ConfigurationError, match="shard size"):
-            ShardFormat(columns=COLUMNS, shard_bytes=shard_bytes).check()
+            ShardFormat.of(COLUMNS, shard_bytes=shard_bytes).check()

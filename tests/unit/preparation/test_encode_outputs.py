@@ -18,7 +18,6 @@ from diffusion.datasets.loader import train_loader
 from diffusion.datasets.mds import (
     encode_sample,
     encode_shard,
-    format_of,
     read_index,
     read_shard,
     read_shards,
@@ -73,15 +72,15 @@ def erase(prepared: Path, *indices: int) -> None:
     write_json(marks, {"train/32-64": sorted({*known, *indices})})
     entries, first = read_shards(folder), 0
     for number, entry in enumerate(entries):
-        inside = {index - first for index in indices if first <= index < first + entry["samples"]}
-        first += entry["samples"]
+        inside = {index - first for index in indices if first <= index < first + entry.num_samples}
+        first += entry.num_samples
         if inside:
             samples = read_shard(folder, entry)
             for i in inside:
-                blank = {**read(folder)[first - entry["samples"] + i], "image": b"", "captions": ["withdrawn"]}
+                blank = {**read(folder)[first - entry.num_samples + i], "image": b"", "captions": ["withdrawn"]}
                 samples[i] = encode_sample(blank, PREPARED)
-            content, entries[number] = encode_shard(samples, f"shard.{number:05}.r1.mds", format_of(entry))
-            (folder / entries[number]["raw_data"]["basename"]).write_bytes(content)
+            content, entries[number] = encode_shard(samples, f"shard.{number:05}.r1.mds", entry.format)
+            (folder / entries[number].raw.name).write_bytes(content)
     write_index(folder, entries)
     write_prepared_manifest(prepared)
 
@@ -217,7 +216,7 @@ def test_what_prepared_data_grew_by_is_added(tmp_path: Path) -> None:
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in before} == before
     run(prepared, tmp_path / "anew")
     assert digests(out) == digests(tmp_path / "anew")
-    counts = [[shard["samples"] for shard in read_shards(root / "train/32-64")] for root in (prepared, out)]
+    counts = [[shard.num_samples for shard in read_shards(root / "train/32-64")] for root in (prepared, out)]
     assert counts[0] == counts[1], "shards begin where the prepared ones begin"
     shutil.rmtree(prepared)
     grow(prepared, 40, 20)

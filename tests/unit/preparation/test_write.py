@@ -77,8 +77,8 @@ def test_shards_are_as_long_as_they_may_be(tmp_path):
     data.write()
     limit = 12_000
     for index in Path(data.out).glob("*/*/index.json"):
-        for task, entries in itertools.groupby(read_shards(index.parent), lambda one: one["raw_data"]["basename"][:11]):
-            listed = [entry["raw_data"]["bytes"] for entry in entries]
+        for task, entries in itertools.groupby(read_shards(index.parent), lambda one: one.raw.name[:11]):
+            listed = [entry.raw.num_bytes for entry in entries]
             assert all(size <= limit for size in listed)
             assert all(size + 3000 > limit for size in listed[:-1]), f"only the last of {task} may be shorter"
 
@@ -86,7 +86,7 @@ def test_shards_are_as_long_as_they_may_be(tmp_path):
 def test_a_sample_that_is_larger_than_a_shard(tmp_path):
     data = build(tmp_path, (6,))
     data.write(shard_mb=1000 / 2**20)
-    assert {entry["samples"] for entry in read_shards(Path(data.out, "train", "24x32"))} == {1}
+    assert {entry.num_samples for entry in read_shards(Path(data.out, "train", "24x32"))} == {1}
 
 
 def test_samples_of_a_window_are_shuffled_and_windows_are_not_mixed(tmp_path):
@@ -103,7 +103,7 @@ def test_samples_of_a_window_are_shuffled_and_windows_are_not_mixed(tmp_path):
 def test_what_is_carried_is_limited(tmp_path):
     data = build(tmp_path, (10,) * 8, tasks=[[[part] for part in range(8)]])
     data.write(shard_mb=1, window_mb=5_000 / 2**20)
-    sizes = [entry["samples"] for entry in read_shards(Path(data.out, "train", "24x32"))]
+    sizes = [entry.num_samples for entry in read_shards(Path(data.out, "train", "24x32"))]
     assert len(sizes) > 3
 
 
@@ -296,8 +296,8 @@ def test_positions_find_each_sample(tmp_path):
     for index in Path(data.out).glob("*/*/index.json"):
         first = 0
         for entry in read_shards(index.parent):
-            starts["/".join(index.parts[-3:-1]), entry["raw_data"]["basename"]] = first
-            first += entry["samples"]
+            starts["/".join(index.parts[-3:-1]), entry.raw.name] = first
+            first += entry.num_samples
     rows = [
         row for path in sorted(Path(data.out, "positions").glob("*.parquet")) for row in pq.read_table(path).to_pylist()
     ]
