@@ -19,7 +19,7 @@ from diffusion.preparation.layout import LISTINGS, METADATA, REPORT_PAGE, SCORES
 from diffusion.preparation.output import claim, clear_folders, clear_result
 from diffusion.preparation.plugins import check_plugins
 from diffusion.preparation.records import NothingKeptError
-from diffusion.preparation.removed import add_removed, read_keys
+from diffusion.preparation.removed import read_keys
 from diffusion.preparation.scan import Scan, Taken, changed_settings, scan_sources
 from diffusion.preparation.score import score
 from diffusion.preparation.select import check as check_selection
@@ -92,9 +92,7 @@ def prepare(
         take_down(out, read_keys(removed))
     with claim(out, PreparedManifest.KIND):
         if removed is not None and finished is None:
-            keys = read_keys(removed)
-            add_removed(out, keys)
-            reject_scanned(out, keys)
+            reject_scanned(out, read_keys(removed))
         if "scan" in stages:
             scan = scan_sources(config, workers=workers, progress=progress, overwrite=overwrite, only=only)
         else:

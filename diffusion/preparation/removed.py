@@ -1,14 +1,22 @@
-"""Removed images: their keys, which later scans reject, and their positions, which training does not use."""
+"""Removed images: hashes by which later scans and selections reject them and their copies, and their positions.
+
+`removed.json` is a sorted list of hashes: of keys (`hash_key`) and of the bytes of images (xxh3_128), 32 hexadecimal
+digits each, and of looks (the perceptual hash), 16 digits each.
+"""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from diffusion import storage
 from diffusion.datasets.manifest import REMOVED_SAMPLES
 from diffusion.errors import DataError
 from diffusion.preparation.layout import REMOVED
-from diffusion.preparation.metadata import hash_key
 
 
 def read_keys(path: Path) -> set[str]:
@@ -36,18 +44,44 @@ def _parse_line(line: str) -> str:
         return line
 
 
-def read_removed(dataset: str) -> frozenset[str]:
-    """Read the hashes of the removed keys of a data set (path or s3://); none if nothing was removed."""
-    uri = storage.join(dataset, REMOVED)
-    return frozenset(storage.read_json(uri) if storage.exists(uri) else ())
+MAX_DISTANCE = 4
+"""Maximum number of the 64 bits of the perceptual hash in which an image differs from a removed one that it is like."""
 
 
-def add_removed(dataset: str, keys: Iterable[str]) -> None:
-    """Add keys to those that later scans reject."""
-    known = read_removed(dataset)
-    hashes = known.union(map(hash_key, keys))
-    if hashes != known:
-        storage.write_json(storage.join(dataset, REMOVED), sorted(hashes))
+class Removed(frozenset[str]):
+    """Content of `removed.json`."""
+
+    @classmethod
+    def read(cls, dataset: str) -> "Removed":
+        """Read that of a data set (path or s3://); empty if nothing was removed."""
+        uri = storage.join(dataset, REMOVED)
+        return cls(storage.read_json(uri) if storage.exists(uri) else ())
+
+    @cached_property
+    def looks(self) -> NDArray[np.uint64]:
+        """Perceptual hashes: uint64 [N]."""
+        return np.array([int(one, 16) for one in sorted(self) if len(one) == 16], np.uint64)
+
+    def has_copy(self, row: Mapping[str, Any]) -> bool:
+        """Check whether an image, by its row of the metadata, has the bytes or the look of a removed one."""
+        phash = row.get("phash")
+        return row.get("xxh128") in self or (phash is not None and self.is_like(np.array([phash], np.uint64)).any())
+
+    def is_like(self, phash: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Check which perceptual hashes are near to that of a removed image: uint64 [N] -> bool [N]."""
+        found = np.zeros(len(phash), bool)
+        for look in self.looks:
+            found |= np.bitwise_count(phash ^ look) <= MAX_DISTANCE
+        return found
+
+
+def add_removed(dataset: str, hashes: Iterable[str]) -> Removed:
+    """Add hashes to those that later scans and selections reject; return all."""
+    known = Removed.read(dataset)
+    new = Removed(known.union(hashes))
+    if new != known:
+        storage.write_json(storage.join(dataset, REMOVED), sorted(new))
+    return new
 
 
 def read_marks(dataset: str) -> dict[str, list[int]]:

@@ -30,7 +30,6 @@ from diffusion.preparation.engine import Workers, death_error, limited_time, pro
 from diffusion.preparation.layout import (
     LISTINGS,
     METADATA,
-    REMOVED,
     REREAD,
     SCHEMA,
     SELECTION,
@@ -61,6 +60,7 @@ from diffusion.preparation.records import (
     Rejected,
     clean_text,
 )
+from diffusion.preparation.removed import Removed
 from diffusion.preparation.sources import Source, from_description, open_sources
 from diffusion.preparation.sources.reading import printable
 
@@ -423,8 +423,7 @@ class Scanner:
 
     def __init__(self, out: str, limits: dict[str, Any]) -> None:
         self._out, self._limits = out, LimitsConfig(**limits)
-        removed = storage.join(out, REMOVED)
-        self._removed = frozenset(storage.read_json(removed) if storage.exists(removed) else ())
+        self._removed = Removed.read(out)
         logging.getLogger("PIL").addHandler(logging.NullHandler())  # Messages about damaged files.
 
     def __call__(self, task: ScanTask) -> _Result:
@@ -484,6 +483,8 @@ class Scanner:
                         row |= self._measures(record.image)
                 except UndecodableImageError as error:
                     reason, detail = error.reason, str(error)
+        if self._removed.has_copy(row):
+            return removed_row(row, partition.file)
         return row | {"reason": getattr(reason, "value", reason), "detail": clean_text(detail)}
 
     def _measures(self, image: bytes) -> dict[str, Any]:

@@ -53,6 +53,7 @@ from diffusion.preparation.metadata import (
     open_database,
 )
 from diffusion.preparation.records import NothingKeptError, Reason
+from diffusion.preparation.removed import MAX_DISTANCE, Removed
 from diffusion.storage import MissingFileError
 
 if TYPE_CHECKING:
@@ -252,7 +253,9 @@ def _identity(out: str, config: PrepareConfig, scan: "Scan", earlier: Sequence[S
     for column in listed.keys() - digests.keys():  # Of another tool.
         digests[column] = _digest(storage.join(out, SCORES, name) for name in listed[column])
     scores = {column: (len(files), digests[column]) for column, files in listed.items()}
-    made_of = [_settings(config), [one.identity for one in earlier], scan.settings, places, files, scores]
+    made_of: list[Any] = [_settings(config), [one.identity for one in earlier], scan.settings, places, files, scores]
+    if removed := Removed.read(out):  # Selections of earlier versions, without any, keep their identity.
+        made_of.append(sorted(removed))
     return _hash_json(made_of)
 
 
@@ -350,8 +353,15 @@ def _load_images(
     columns = """part, row_number, width, height, bytes, phash, ('0x' || xxh128[:16])::UBIGINT AS high,
         ('0x' || xxh128[17:])::UBIGINT AS low, _order(key_hash) AS "order", _is_validation(key_hash) AS is_validation"""
 
+    reason = conditions.reason
+    if removed := Removed.read(out):
+        add_table(connection, "removed", pa.table({"xxh128": sorted(removed)}))
+        looks = " OR ".join(f"bit_count(xor(phash, {look}::UBIGINT)) <= {MAX_DISTANCE}" for look in removed.looks)
+        is_copy = f"xxh128 IN (SELECT xxh128 FROM removed) OR {looks or 'false'}"
+        reason = f"CASE WHEN {is_copy} THEN '{Reason.REMOVED.value}' ELSE {reason} END"
+
     def insert(some: Sequence[int]) -> str:
-        return f"""SELECT {columns}, _bucket AS bucket, {conditions.reason} AS reason, false AS kept_before
+        return f"""SELECT {columns}, _bucket AS bucket, {reason} AS reason, false AS kept_before
             FROM {conditions.images(database, some)}"""
 
     connection.execute(f"CREATE TABLE images AS {insert(parts[:1])} LIMIT 0").fetchall()

@@ -1,7 +1,10 @@
-"""Takedown: images marked as removed, so that training skips them, or erased from every file of a data set.
+"""Takedown: images marked as removed, so that training skips them, or erased from every file of data sets.
 
 Samples keep their positions: `withdrawn.json` lists them by index, and training uses a substitute. `removed.json` holds
-the hashes of all removed keys: later scans reject them.
+hashes of the keys and of the bytes of all removed images: later scans and selections reject them and their copies.
+
+Samples are found by keys without a look into a shard: those of prepared data by the metadata and the positions of write
+tasks, those of encoded data by the hashes of the keys of each shard (`positions/<split>/<bucket>/SHARD.parquet`).
 
 Erasing blanks the samples in their shards (a shard is written under a new name, then the index names it, then the old
 file is deleted), the rows of the metadata, scores and positions, and what else names the keys. Stopped at any moment,
@@ -13,6 +16,7 @@ import logging
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +26,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
+from numpy.typing import NDArray
 
 from diffusion import storage
 from diffusion.datasets.manifest import MANIFEST, REMOVED_SAMPLES, SCAN, WORK, PreparedManifest
@@ -56,18 +61,20 @@ from diffusion.preparation.layout import (
 )
 from diffusion.preparation.metadata import hash_key, removed_row
 from diffusion.preparation.output import claim, clear_folders, clear_result
+from diffusion.preparation.positions import (
+    hash_of_key,
+    read_key_hashes,
+    shard_stem,
+    shards_as_metadata,
+    shards_of_metadata,
+    write_key_hashes,
+)
 from diffusion.preparation.records import Reason
-from diffusion.preparation.removed import add_removed, read_marks, read_removed
+from diffusion.preparation.removed import Removed, add_removed, read_marks
 from diffusion.preparation.scan import Scan
 from diffusion.preparation.select import read_selection
 from diffusion.preparation.sources.folder import key_of_item
-from diffusion.preparation.write import (
-    discard_generations,
-    rejected_entries,
-    shards_as_metadata,
-    shards_of_metadata,
-    write_indexes,
-)
+from diffusion.preparation.write import discard_generations, rejected_entries, write_indexes
 
 logger = logging.getLogger(__name__)
 
@@ -77,10 +84,13 @@ class Takedown:
     """Result of a takedown."""
 
     marks: dict[str, list[int]]
-    """Indices of all removed samples, of this time and before, by `<split>/<bucket>`."""
+    """Indices of all removed samples, of this time and before, by `<split>/<bucket>` of the first data set."""
 
     absent: list[str]
-    """Keys that the data set does not hold (any more), sorted."""
+    """Keys that no data set holds (any more), sorted."""
+
+    copies: list[str]
+    """Keys of samples that are copies of removed images, and were not removed, sorted."""
 
     num_rewritten: int
     """Shards that were rewritten."""
@@ -96,154 +106,245 @@ class _Sample(NamedTuple):
     """In the folder."""
 
 
+_Rows = dict[int, dict[int, dict[str, Any]]]
+"""Some columns of rows of the metadata, by partition and row."""
+
+
 def reject_scanned(dataset: str, keys: Collection[str]) -> None:
     """Reject images of an unfinished data set, or of one that is replaced, and erase what is known of them.
 
     If there are some, what was selected and written is removed.
     """
-    rows = _find_rows(dataset, keys)
+    rows = _find_keys(dataset, set(keys))
+    add_removed(dataset, [*map(hash_key, keys), *_hashes_of(rows, near=False)])
     if rows:
         clear_result(dataset)
         _reject_rows(dataset, rows, erase=True)
         _erase_listings(dataset)
 
 
-def take_down(dataset: str, keys: Iterable[str], *, erase: bool = False) -> Takedown:
-    """Remove samples of a finished data set; what was removed before stays so.
+def take_down(
+    dataset: str,
+    keys: Iterable[str],
+    *,
+    derived: Iterable[str] = (),
+    erase: bool = False,
+    copies: bool = False,
+    near: bool = False,
+) -> Takedown:
+    """Remove samples of a finished data set and of those that were made from it; what was removed before stays so.
 
     Args:
         dataset: prepared or encoded data, a path or an s3:// URI.
         keys: keys of the samples.
+        derived: encoded data that was made from it.
         erase: erase what is marked, at this time or before, from all files. Otherwise it is only marked.
+        copies: remove the copies of removed images, too, which the metadata of prepared data show.
+        near: also reject, and count as copies, images whose perceptual hash is near to that of one with these keys.
 
     Raises:
-        DataError: it is not a finished data set, or is damaged.
+        DataError: one is no finished data set, or is damaged.
         MachineError: another process is writing there, or it cannot be written to.
     """
-    uri = storage.join(dataset, MANIFEST)
-    manifest = storage.read_json(uri) if storage.exists(uri) else None
-    kind = manifest.get("kind") if isinstance(manifest, dict) else None
-    if kind not in ("prepared", "encoded"):
-        raise DataError(f"{storage.shown(dataset)} is no finished data set; give the folder that holds its {MANIFEST}")
-    asked = set(keys)
-    with claim(dataset, kind):
-        add_removed(dataset, asked)
-        if kind == "prepared":
-            found, count = _take_down_prepared(dataset, asked, erase)
-        else:
-            found, count = _take_down_encoded(dataset, asked, erase)
-    absent = sorted(asked.difference(one.key for one in found))
+    kinds = {uri: _kind_of(uri) for uri in (dataset, *derived)}
+    asked, found, held, count = set(keys), set[str](), set[str](), 0
+    hashes = Removed(map(hash_key, asked))
+    with ExitStack() as claims:
+        for uri, kind in kinds.items():
+            claims.enter_context(claim(uri, kind))
+            hashes = add_removed(uri, hashes)  # What one rejects, those that come after it do, too.
+            if kind == PreparedManifest.KIND:
+                data, rows = _Prepared(uri), _find_keys(uri, asked, marked=erase)
+                hashes = add_removed(uri, _hashes_of(rows, near=near))
+                like = _find_copies(uri, hashes, rows)
+                held = {sample.key for sample in data.find(like)}
+                if copies:
+                    asked |= held
+                    hashes = add_removed(uri, [hash_key(row["key"]) for row in _listed(like)])
+                    rows = {part: rows.get(part, {}) | like.get(part, {}) for part in rows.keys() | like.keys()}
+                samples = data.find(rows)
+                _mark(uri, samples)
+                data.reject(rows)  # After the marks: rows that are rejected are no copies that are found again.
+            else:
+                data = _Encoded(uri)
+                samples = data.find(asked)
+                _mark(uri, samples)
+            found |= {sample.key for sample in samples}
+            if erase:
+                count += data.erase()
+    absent = sorted(asked - found)
     if absent:
         logger.warning(
             "%s does not hold %d of the keys (such as %s); later scans reject them",
             storage.shown(dataset), len(absent), ascii(absent[0]),
         )  # fmt: skip
-    return Takedown(marks=read_marks(dataset), absent=absent, num_rewritten=count)
+    return Takedown(marks=read_marks(dataset), absent=absent, copies=sorted(held - asked), num_rewritten=count)
 
 
-def _mark(dataset: str, samples: Iterable[_Sample]) -> dict[str, list[int]]:
-    """Add samples to those that training does not use; return all of these."""
-    marks = {folder: set(indices) for folder, indices in read_marks(dataset).items()}
+def _kind_of(dataset: str) -> str:
+    uri = storage.join(dataset, MANIFEST)
+    manifest = storage.read_json(uri) if storage.exists(uri) else None
+    kind = manifest.get("kind") if isinstance(manifest, dict) else None
+    if kind not in (PreparedManifest.KIND, "encoded"):
+        raise DataError(f"{storage.shown(dataset)} is no finished data set; give the folder that holds its {MANIFEST}")
+    return kind
+
+
+def _mark(dataset: str, samples: Iterable[_Sample]) -> None:
+    """Add samples to those that training does not use."""
+    known = read_marks(dataset)
+    marks = {folder: set(indices) for folder, indices in known.items()}
     for sample in samples:
         marks.setdefault(sample.folder, set()).add(sample.index)
     listed = {folder: sorted(marks[folder]) for folder in sorted(marks)}
-    if listed != read_marks(dataset):
+    if listed != known:
         storage.write_json(storage.join(dataset, REMOVED_SAMPLES), listed)
-    return listed
 
 
 # Prepared data: the metadata say which images it holds, the selection which task wrote them.
 
 
-def _take_down_prepared(dataset: str, asked: set[str], erase: bool) -> tuple[list[_Sample], int]:
-    manifest = PreparedManifest.read(dataset)
-    selections = [read_selection(dataset, generation) for generation in range(len(manifest.generations))]
-    tasks = {
-        part: task
-        for selection in selections
-        for task, windows in enumerate(selection.tasks, start=selection.first_task)
-        for window in windows
-        for part in window
-    }
-    num_tasks = selections[-1].first_task + len(selections[-1].tasks)
-    rows = _find_rows(dataset, asked, marked=erase)
-    partitions = storage.read_json(storage.join(dataset, SCAN))["partitions"]
-    generations = {one["number"]: one["generation"] for one in partitions}
-    if any(generations[part] >= len(selections) for part in rows):
-        logger.info("%s: what was written of an unfinished growth is removed", storage.shown(dataset))
-        later = range(len(selections), max(generations.values()) + 1)
-        storage.delete(storage.join(dataset, SELECTION, f"{generation}.json") for generation in later)
-        discard_generations(dataset, len(selections), num_tasks)
-    parts: dict[int, list[int]] = {}
-    for part in rows:
-        if part in tasks:
-            parts.setdefault(tasks[part], []).append(part)
-    samples = list(_find_samples(dataset, manifest, parts, rows))
-    _reject_rows(dataset, rows, erase=False)
-    _mark(dataset, samples)
-    if not erase:
-        return samples, 0
-    _erase_examples(dataset, rows)
-    clear_folders(dataset, REREAD)  # Of a comparison that was killed.
-    _erase_listings(dataset)
-    has_report = storage.exists(storage.join(dataset, REPORT_PAGE))
-    storage.delete(storage.join(dataset, name) for name in (REPORT_PAGE, REPORT_NUMBERS))
-    count = sum(_erase_task(dataset, task, rows) for task in parts)
-    write_indexes(dataset, num_tasks)
-    splits = {
-        split: {bucket: read_index(storage.join(dataset, split, bucket)) for bucket in buckets}
-        for split, buckets in manifest.splits.items()
-    }
-    selections = [read_selection(dataset, one.generation) for one in selections]  # Without the erased examples.
-    replace(manifest, rejected=rejected_entries(selections), splits=splits).write(dataset)
-    _reject_rows(dataset, rows, erase=True)  # At the end: a run that continues finds the keys there.
-    if has_report:
-        _write_report(dataset)
-    return samples, count
+class _Prepared:
+    """Prepared data from which images are removed."""
+
+    def __init__(self, uri: str) -> None:
+        self._uri, self._manifest = uri, PreparedManifest.read(uri)
+        self._selections = [read_selection(uri, number) for number in range(len(self._manifest.generations))]
+        self._num_tasks = self._selections[-1].first_task + len(self._selections[-1].tasks)
+        self._tasks = {
+            part: task
+            for selection in self._selections
+            for task, windows in enumerate(selection.tasks, start=selection.first_task)
+            for window in windows
+            for part in window
+        }
+        self._rows: _Rows = {}
+
+    def reject(self, rows: _Rows) -> None:
+        """Reject rows of the metadata, which `erase` erases; a growth that has selected some is begun again."""
+        partitions = storage.read_json(storage.join(self._uri, SCAN))["partitions"]
+        generations = {one["number"]: one["generation"] for one in partitions}
+        if any(generations[part] >= len(self._selections) for part in rows):
+            logger.info("%s: what was written of an unfinished growth is removed", storage.shown(self._uri))
+            later = range(len(self._selections), max(generations.values()) + 1)
+            storage.delete(storage.join(self._uri, SELECTION, f"{generation}.json") for generation in later)
+            discard_generations(self._uri, len(self._selections), self._num_tasks)
+        _reject_rows(self._uri, rows, erase=False)
+        self._rows = rows
+
+    def find(self, rows: _Rows) -> list[_Sample]:
+        """Find the samples of some rows by the positions of the tasks that wrote them."""
+        tasks = self._tasks_of(rows)
+        folders = [f"{split}/{bucket}" for split, buckets in self._manifest.splits.items() for bucket in buckets]
+        starts = {
+            (folder, shard_stem(shard.raw.name)): first
+            for folder in (folders if tasks else ())
+            for first, shard in _starts(read_shards(storage.join(self._uri, folder)))
+        }
+        samples = []
+        for task, parts in tasks.items():
+            table = read_table(storage.join(self._uri, POSITIONS, positions_name(task)))
+            for one in table.filter(pc.field("part").isin(parts)).to_pylist():
+                if row := rows[one["part"]].get(one["row"]):
+                    folder = f"{one['split']}/{one['bucket']}"
+                    index = starts[folder, shard_stem(one["shard"])] + one["index"]
+                    samples.append(_Sample(row["key"], folder, index))
+        return samples
+
+    def erase(self) -> int:
+        """Erase the rejected rows and their samples; return how many shards were rewritten."""
+        uri, rows = self._uri, self._rows
+        _erase_examples(uri, rows)
+        clear_folders(uri, REREAD)  # Of a comparison that was killed.
+        _erase_listings(uri)
+        has_report = storage.exists(storage.join(uri, REPORT_PAGE))
+        storage.delete(storage.join(uri, name) for name in (REPORT_PAGE, REPORT_NUMBERS))
+        count = sum(_erase_task(uri, task, rows) for task in self._tasks_of(rows))
+        write_indexes(uri, self._num_tasks)
+        splits = {
+            split: {bucket: read_index(storage.join(uri, split, bucket)) for bucket in buckets}
+            for split, buckets in self._manifest.splits.items()
+        }
+        selections = [read_selection(uri, one.generation) for one in self._selections]  # Without the erased examples.
+        replace(self._manifest, rejected=rejected_entries(selections), splits=splits).write(uri)
+        _reject_rows(uri, rows, erase=True)  # At the end: a run that continues finds the keys there.
+        if has_report:
+            _write_report(uri)
+        return count
+
+    def _tasks_of(self, rows: _Rows) -> dict[int, list[int]]:
+        """Return the partitions with some rows by the task that wrote them."""
+        tasks: dict[int, list[int]] = {}
+        for part in rows:
+            if part in self._tasks:
+                tasks.setdefault(self._tasks[part], []).append(part)
+        return tasks
 
 
-def _find_rows(dataset: str, keys: Collection[str], *, marked: bool = False) -> dict[int, dict[int, str]]:
-    """Find images by their keys, and those that are marked and not erased yet: key by partition and row."""
+_KNOWN = ("key", "xxh128", "phash", "reason")
+
+
+def _find_keys(dataset: str, keys: Collection[str], *, marked: bool = False) -> _Rows:
+    """Find images by their keys, and those that are marked and not erased yet."""
     if not keys and not marked:
         return {}
     hashes = np.array([xxhash.xxh3_64_intdigest(key.encode()) for key in keys], np.uint64)
 
-    def find(name: str) -> dict[int, str]:
+    def matches(table: pa.Table) -> NDArray[np.bool_]:
+        is_marked = marked & (np.array(table["reason"]) == Reason.REMOVED.value)
+        return np.isin(table["key_hash"], hashes) | is_marked
+
+    found = _find_rows(dataset, ["key_hash", "reason"], matches)
+    is_meant = {
+        part: {
+            number: row
+            for number, row in rows.items()
+            if row["key"] in keys or (marked and row["key"] and row["reason"] == Reason.REMOVED.value)
+        }
+        for part, rows in found.items()
+    }
+    return {part: rows for part, rows in is_meant.items() if rows}
+
+
+def _find_copies(dataset: str, removed: Removed, known: _Rows) -> _Rows:
+    """Find images that are not removed, and not known, and have the bytes or the look of a removed one."""
+    if not removed:
+        return {}
+    hashes = pa.array(sorted(removed), pa.string())
+
+    def matches(table: pa.Table) -> NDArray[np.bool_]:
+        is_copy = pc.is_in(table["xxh128"], hashes).to_numpy()  # pyright: ignore[reportAttributeAccessIssue]
+        is_like = removed.is_like(table["phash"].fill_null(0).to_numpy()) & table["phash"].is_valid().to_numpy()
+        return (is_copy | is_like) & (np.array(table["reason"]) != Reason.REMOVED.value)
+
+    found = _find_rows(dataset, ["xxh128", "phash", "reason"], matches)
+    others = {part: {i: rows[i] for i in rows.keys() - known.get(part, {}).keys()} for part, rows in found.items()}
+    return {part: rows for part, rows in others.items() if rows}
+
+
+def _find_rows(dataset: str, columns: Sequence[str], matches: Callable[[pa.Table], NDArray[np.bool_]]) -> _Rows:
+    """Find rows of the metadata by some columns, all of which are read."""
+
+    def find(name: str) -> dict[int, dict[str, Any]]:
         with storage.open_file(storage.join(dataset, METADATA, name), buffer_bytes=0) as file:
             parquet = pq.ParquetFile(file)
-            table = parquet.read(["key_hash", "reason"])
-            is_marked = marked & (np.array(table["reason"]) == Reason.REMOVED.value)
-            rows = np.flatnonzero(np.isin(table["key_hash"], hashes) | is_marked)
-            found = parquet.read(["key"])["key"].take(rows).to_pylist() if len(rows) else []
-        return {
-            row: key
-            for row, key, of_row in zip(rows.tolist(), found, is_marked[rows], strict=True)
-            if key in keys or (key and of_row)
-        }
+            numbers = np.flatnonzero(matches(parquet.read(columns)))
+            found = parquet.read(_KNOWN).take(numbers).to_pylist() if len(numbers) else []
+        return dict(zip(numbers.tolist(), found, strict=True))
 
     names = [name for name in storage.list_files(storage.join(dataset, METADATA)) if name.endswith(".parquet")]
     parts = zip(names, storage.concurrent_map(find, names), strict=True)
     return {int(Path(name).stem): rows for name, rows in parts if rows}
 
 
-def _find_samples(
-    dataset: str, manifest: PreparedManifest, tasks: Mapping[int, list[int]], rows: Mapping[int, Mapping[int, str]]
-) -> Iterator[_Sample]:
-    """Find the samples of some rows in the positions of the tasks that wrote them."""
-    starts: dict[tuple[str, str], int] = {}
-    folders = [f"{split}/{bucket}" for split, buckets in manifest.splits.items() for bucket in buckets]
-    for folder in folders if tasks else ():
-        first = 0
-        for shard in read_shards(storage.join(dataset, folder)):
-            starts[folder, _stem(shard.raw.name)] = first
-            first += shard.num_samples
-    for task, parts in tasks.items():
-        table = read_table(storage.join(dataset, POSITIONS, positions_name(task)))
-        for one in table.filter(pc.field("part").isin(parts)).to_pylist():
-            if one["row"] in rows[one["part"]]:
-                folder = f"{one['split']}/{one['bucket']}"
-                index = starts[folder, _stem(one["shard"])] + one["index"]
-                yield _Sample(rows[one["part"]][one["row"]], folder, index)
+def _hashes_of(rows: _Rows, *, near: bool) -> set[str]:
+    """Return the hashes of the bytes of images, and of their looks."""
+    looks = {f"{row['phash']:016x}" for row in _listed(rows) if near and row["phash"] is not None}
+    return looks | {row["xxh128"] for row in _listed(rows) if row["xxh128"]}
+
+
+def _listed(rows: _Rows) -> list[dict[str, Any]]:
+    return [row for of_part in rows.values() for row in of_part.values()]
 
 
 def _reject_rows(dataset: str, rows: Mapping[int, Collection[int]], *, erase: bool) -> None:
@@ -269,7 +370,7 @@ def _reject_rows(dataset: str, rows: Mapping[int, Collection[int]], *, erase: bo
 
 def _erase_listings(dataset: str) -> None:
     """Drop all removed images from the listings of a growth that is not scanned yet."""
-    removed = read_removed(dataset)
+    removed = Removed.read(dataset)
     scan = storage.read_json(storage.join(dataset, SCAN))
     names = {one["number"]: scan["sources"][one["source"]]["name"] for one in scan["partitions"]}
     for number in part_numbers(storage.join(dataset, LISTINGS)):
@@ -314,10 +415,13 @@ def _erase_task(dataset: str, task: int, rows: Mapping[int, Collection[int]]) ->
     removed = [one["row"] in rows.get(one["part"], ()) for one in table.select(["part", "row"]).to_pylist()]
     indices: dict[tuple[str, str], list[int]] = {}
     for one in table.filter(removed).to_pylist():
-        indices.setdefault((f"{one['split']}/{one['bucket']}", _stem(one["shard"])), []).append(one["index"])
+        indices.setdefault((f"{one['split']}/{one['bucket']}", shard_stem(one["shard"])), []).append(one["index"])
     old = shards_of_metadata(table.schema.metadata)
     new = [
-        (folder, _erase_shard(storage.join(dataset, folder), shard, indices.get((folder, _stem(shard.raw.name)), ())))
+        (
+            folder,
+            _erase_shard(storage.join(dataset, folder), shard, indices.get((folder, shard_stem(shard.raw.name)), ())),
+        )
         for folder, shard in old
     ]
     keys = pc.if_else(pa.array(removed), "", table["key"])  # pyright: ignore[reportAttributeAccessIssue]
@@ -335,50 +439,52 @@ def _write_report(dataset: str) -> None:
         logger.warning("the report was deleted and cannot be written again: %s", error)
 
 
-# Encoded data.
+# Encoded data: beside each shard, the hashes of its keys.
 
 
-def _take_down_encoded(dataset: str, asked: set[str], erase: bool) -> tuple[list[_Sample], int]:
-    clear_folders(dataset, WORK)  # Of a growth, whose shards were encoded before the takedown.
-    indexes = sorted(name for name in storage.list_files(dataset) if name.endswith(f"/{INDEX}"))
-    folders = [name.removesuffix(f"/{INDEX}") for name in indexes if name.split("/")[0] in SPLITS]
-    samples = list(_find_in_shards(dataset, folders, asked)) if asked else []
-    marks = _mark(dataset, samples)
-    if not erase:
-        return samples, 0
-    count, named = 0, {}
-    for folder in folders:
-        old = read_shards(storage.join(dataset, folder))
-        new = _erase_shards(storage.join(dataset, folder), old, marks.get(folder, []))
-        count += sum(a is not b for a, b in zip(old, new, strict=True))
-        named[folder] = {INDEX, *(shard.stored.name for shard in new)}
-    delete_unnamed(dataset, named)
-    return samples, count
+class _Encoded:
+    """Encoded data from which images are removed."""
 
+    def __init__(self, uri: str) -> None:
+        self._uri = uri
+        clear_folders(uri, WORK)  # Of a growth, whose shards were encoded before the takedown.
+        indexes = sorted(name for name in storage.list_files(uri) if name.endswith(f"/{INDEX}"))
+        names = [name.removesuffix(f"/{INDEX}") for name in indexes if name.split("/")[0] in SPLITS]
+        self._shards = {name: read_shards(storage.join(uri, name)) for name in names}
 
-def _find_in_shards(dataset: str, folders: Iterable[str], keys: set[str]) -> Iterator[_Sample]:
-    """Find samples by their keys in the shards, all of which are read."""
-    for folder in folders:
-        first = 0
-        for shard in read_shards(storage.join(dataset, folder)):
-            decode = SampleDecoder(shard.format, ["key"])
-            for i, sample in enumerate(read_shard(storage.join(dataset, folder), shard)):
-                if (key := decode(sample)["key"]) in keys:
-                    yield _Sample(key, folder, first + i)
-            first += shard.num_samples
+    def find(self, keys: Collection[str]) -> list[_Sample]:
+        """Find samples by the hashes of their keys."""
+        hashes = {hash_of_key(key): key for key in keys}
+        wanted = pa.array(list(hashes), pa.uint64())
+        samples = []
+        for name, shards in self._shards.items() if keys else ():
+            found = storage.concurrent_map(lambda shard, name=name: read_key_hashes(self._uri, name, shard), shards)
+            for (first, _), known in zip(_starts(shards), found, strict=True):
+                numbers = np.flatnonzero(pc.is_in(known, wanted))  # pyright: ignore[reportAttributeAccessIssue]
+                samples += [_Sample(hashes[known[number].as_py()], name, first + int(number)) for number in numbers]
+        return samples
 
-
-def _erase_shards(folder: str, shards: list[Shard], indices: Sequence[int]) -> list[Shard]:
-    """Erase samples of an MDS folder; return its shards."""
-    new, first = [], 0
-    for shard in shards:
-        stop = first + shard.num_samples
-        of_shard = indices[bisect_left(indices, first) : bisect_left(indices, stop)]
-        new.append(_erase_shard(folder, shard, [index - first for index in of_shard]))
-        first = stop
-    if new != shards:
-        write_index(folder, new)
-    return new
+    def erase(self) -> int:
+        """Erase the marked samples whose keys are there; return how many shards were rewritten."""
+        count, named, erased, marks = 0, {}, [], read_marks(self._uri)
+        for name, shards in self._shards.items():
+            indices, new = marks.get(name, []), []
+            for first, shard in _starts(shards):
+                inside = indices[bisect_left(indices, first) : bisect_left(indices, first + shard.num_samples)]
+                known = read_key_hashes(self._uri, name, shard).to_pylist() if inside else []
+                left = [index - first for index in inside if known[index - first] is not None]
+                new.append(_erase_shard(storage.join(self._uri, name), shard, left))
+                if left:
+                    hashes = [None if i in left else one for i, one in enumerate(known)]
+                    erased.append((name, shard, hashes))
+            if new != shards:
+                write_index(storage.join(self._uri, name), new)
+            count += sum(a is not b for a, b in zip(shards, new, strict=True))
+            named[name] = {INDEX, *(shard.stored.name for shard in new)}
+        delete_unnamed(self._uri, named)
+        for of_shard in erased:  # At the end: a run that continues finds the keys.
+            write_key_hashes(self._uri, *of_shard)
+        return count
 
 
 # Shards.
@@ -395,7 +501,7 @@ def _erase_shard(folder: str, shard: Shard, indices: Sequence[int]) -> Shard:
     if samples == old:
         return shard
     revision = int(found[1]) if (found := re.search(r"\.r(\d+)\.mds$", shard.raw.name)) else 0
-    content, new = encode_shard(samples, f"{_stem(shard.raw.name)}.r{revision + 1}.mds", shard.format)
+    content, new = encode_shard(samples, f"{shard_stem(shard.raw.name)}.r{revision + 1}.mds", shard.format)
     storage.write(storage.join(folder, new.stored.name), content)
     return new
 
@@ -409,6 +515,9 @@ def blanked(sample: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _stem(name: str) -> str:
-    """Name of a shard without revision and endings: `shard.00003.00001`."""
-    return re.sub(r"(\.r\d+)?\.mds.*$", "", name)
+def _starts(shards: Iterable[Shard]) -> Iterator[tuple[int, Shard]]:
+    """Yield each shard of a folder with the index of its first sample."""
+    first = 0
+    for shard in shards:
+        yield first, shard
+        first += shard.num_samples

@@ -62,10 +62,10 @@ from diffusion.preparation.layout import (
     part_name,
     part_numbers,
     positions_name,
-    read_schema,
     read_table,
     write_table,
 )
+from diffusion.preparation.positions import POSITIONS_SCHEMA, TaskShard, read_task_shards, shards_as_metadata
 from diffusion.preparation.records import Location, NothingKeptError, Partition, Reason, clean_text, fit_for_json
 from diffusion.preparation.scan import Scan, changed_settings
 from diffusion.preparation.select import Selection, kept_rows, read_selection
@@ -83,23 +83,6 @@ COLUMNS = {
     "metadata": "json",
 }
 """MDS type of each column of a prepared sample."""
-
-POSITIONS_SCHEMA = pa.schema(
-    {
-        "key": pa.string(),
-        "part": pa.int32(),  # partition, and row in its metadata
-        "row": pa.int32(),
-        "split": pa.string(),
-        "bucket": pa.string(),
-        "shard": pa.string(),  # basename of the uncompressed shard, as it was first written
-        "index": pa.int32(),  # in the shard
-    }
-)
-"""Columns of `positions/TASK.parquet`, a row per sample in the order of writing. The file's `entries` are a JSON list
-of {split, bucket, entry}: the index entries of the task's shards in order."""
-
-TaskShard = tuple[str, Shard]
-"""A shard, and its `<split>/<bucket>`."""
 
 _IDENTITIES = "_identities.json"
 """File beside the positions: for each generation, what its shards are made from."""
@@ -441,26 +424,6 @@ class _Shards:
 
 
 # The end: indexes and the manifest.
-
-
-def shards_as_metadata(shards: Iterable[TaskShard]) -> dict[str, str]:
-    """Return the shards of a task as the metadata of the file of its positions."""
-    entries = [dict(zip(("split", "bucket"), name.split("/"), strict=True), entry=one.entry) for name, one in shards]
-    return {"entries": json.dumps(entries)}
-
-
-def shards_of_metadata(metadata: Mapping[bytes, bytes]) -> list[TaskShard]:
-    """Return the shards of a task from the metadata of the file of its positions."""
-    return [(f"{one['split']}/{one['bucket']}", Shard.of(one["entry"])) for one in json.loads(metadata[b"entries"])]
-
-
-def read_task_shards(out: str, tasks: Iterable[int]) -> Iterator[list[TaskShard]]:
-    """Read the shards of each task."""
-
-    def read(task: int) -> list[TaskShard]:
-        return shards_of_metadata(read_schema(storage.join(out, POSITIONS, positions_name(task))).metadata)
-
-    return storage.concurrent_map(read, tasks)
 
 
 def write_indexes(out: str, num_tasks: int) -> list[str]:

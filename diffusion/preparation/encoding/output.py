@@ -18,9 +18,9 @@ from diffusion.datasets.manifest import DAMAGED, MANIFEST, REMOVED_SAMPLES, WORK
 from diffusion.datasets.mds import INDEX, Shard, check_files, delete_unnamed, read_shards, write_index
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
-from diffusion.preparation.layout import REMOVED, WRITER
+from diffusion.preparation.layout import POSITIONS, REMOVED, WRITER
 from diffusion.preparation.output import check_empty, clear_folders
-from diffusion.preparation.removed import read_removed
+from diffusion.preparation.removed import Removed
 from diffusion.storage import MissingFileError, join, shown
 
 SHARDS = "shards.json"
@@ -35,7 +35,7 @@ RECORDS = f"{WORK}/shards"
 CHANGING = frozenset({"source", "counts", "sizes"})
 """Entries of a manifest that change when the prepared data grows."""
 
-_ALLOWED = (REMOVED, WRITER, WORK, "lost+found")
+_ALLOWED = (POSITIONS, REMOVED, WRITER, WORK, "lost+found")
 """Names that a folder may hold before anything is encoded."""
 
 MAX_DAMAGED = 10
@@ -75,8 +75,10 @@ class Target:
 
     size: ImageSize
     """Size of its images."""
+    dataset: str
+    """URI of the encoded data set."""
     folder: str
-    """URI of the MDS folder."""
+    """`<split>/<bucket>`."""
     record: str
     """URI of the file that is written when the shard is there."""
 
@@ -113,7 +115,7 @@ class Output:
             return None
         size = self.manifest.size_of(name.partition("/")[2])
         record = join(self.uri, RECORDS, _record_name(name, number))
-        return Target(size=size, folder=join(self.uri, name), record=record)
+        return Target(size=size, dataset=self.uri, folder=name, record=record)
 
     def open(self, prepared: str) -> None:
         """Look at what the claimed folder holds; say what is encoded there, if a shard is missing.
@@ -122,7 +124,7 @@ class Output:
             DataError: It is another encoding, or of other data.
         """
         finished, begun = _read_json(join(self.uri, MANIFEST)), _read_json(join(self.uri, SETTINGS))
-        self.removed = read_removed(self.uri)
+        self.removed = Removed.read(self.uri)
         if not finished and not begun:
             check_empty(self.uri, _ALLOWED)
         else:

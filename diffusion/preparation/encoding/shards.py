@@ -34,6 +34,7 @@ from diffusion.preparation.encoding.models import Encoded, Encoder, EncodingMode
 from diffusion.preparation.encoding.output import ShardRecord, Target, shard_identity
 from diffusion.preparation.encoding.plan import EncodingSettings, ShardTask
 from diffusion.preparation.metadata import hash_key
+from diffusion.preparation.positions import hash_of_key, write_key_hashes
 from diffusion.storage import join, shown
 
 PREFETCH_FACTOR = 4
@@ -219,6 +220,7 @@ class _Assembler:
                 if embeddings is not None:
                     sample["text_embeddings"], sample["pooled_text_embeddings"] = embeddings[i]
                 shard.samples[size].append(encode_sample(sample, self._format(size).columns))
+        shard.keys += batch.keys
         shard.num_samples += len(batch.keys)
         shard.num_captions += len(batch.token_ids)
         shard.num_full += num_full(batch.token_ids, self._models.empty_ids)
@@ -239,7 +241,8 @@ class _Assembler:
         for part, (start, end) in enumerate(itertools.pairwise([0, *cuts])):
             name = shard_name(shard.task.number, part=part)
             content, one = encode_shard(samples[start:end], name, shards)
-            storage.write(join(target.folder, name), content)
+            storage.write(join(target.dataset, target.folder, name), content)
+            write_key_hashes(target.dataset, target.folder, one, map(hash_of_key, shard.keys[start:end]))
             written.append(one)
         record = ShardRecord(
             source=shard_identity(shard.task.shard),
@@ -271,6 +274,7 @@ class _Shard:
 
     task: ShardTask
     num_samples: int = 0
+    keys: list[str] = field(default_factory=list)
     samples: dict[ImageSize, list[bytes]] = field(default_factory=lambda: defaultdict(list))
     damaged: dict[int, str] = field(default_factory=dict)
     removed: list[int] = field(default_factory=list)

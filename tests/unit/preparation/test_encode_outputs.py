@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 import xxhash
 from transformers import CLIPTextConfig, CLIPTextModel
 
+from diffusion import storage
 from diffusion.config.data import ImageSize, Representation
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.encoded import EncodedManifest, check_encoded, read_encoded_manifest
@@ -269,6 +271,23 @@ def test_samples_that_are_removed_during_an_encoding_are_blank(tmp_path: Path, e
     assert len(samples) == 12
     blank = [i for i, sample in enumerate(samples) if not sample["latent_mean"].any()]
     assert blank == ([2, 8] if erased else [8]), "a mark leaves a sample of a finished shard as it is"
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["this version", "an earlier one"])
+def test_keys_are_found_without_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: bool) -> None:
+    prepared, out = tmp_path / "prepared", tmp_path / "out"
+    grow(prepared, 0, 12)
+    run(prepared, out)
+    if earlier:  # Hashes of keys are made of the shards, once.
+        shutil.rmtree(out / "positions")
+        take_down(str(out), ["source/7"])
+    monkeypatch.setattr("diffusion.storage.read", reading := Mock(side_effect=storage.read))
+    take_down(str(out), ["source/2", "source/7"])
+    assert not any(call.args[0].endswith(".mds") for call in reading.call_args_list)
+    take_down(str(out), [], erase=True)
+    assert json.loads((out / "withdrawn.json").read_text()) == {"train/32-64": [2, 7]}
+    assert [i for i, key in enumerate(keys(out / "train/32-64")) if not key] == [2, 7]
+    assert take_down(str(out), ["source/3"], erase=True).num_rewritten == 1, "what was erased is not read again"
 
 
 def test_a_shard_that_is_too_large_is_cut(tmp_path: Path) -> None:

@@ -4,19 +4,21 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import xxhash
 
 from diffusion import storage
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.datasets.mds import read_index
 from diffusion.errors import DataError
 from diffusion.files import write_json
+from diffusion.preparation.config import DuplicatesConfig
 from diffusion.preparation.metadata import hash_key, removed_row
-from diffusion.preparation.removed import add_removed, read_keys, read_removed
+from diffusion.preparation.removed import Removed, add_removed, read_keys
 from diffusion.preparation.takedown import take_down
-from tests.tools.image_files import tree
-from tests.tools.preparing import read_samples
+from tests.tools.image_files import encode, noise, tree, write_folder
+from tests.tools.preparing import prepare, read_samples
 from tests.tools.selected_data import make_images, select_images
-from tests.tools.written_data import write_encoded
+from tests.tools.written_data import TEXT, encoded_sample, smooth_image, write_encoded, write_mds
 
 SIZES = (7, 5, 9, 6, 8)
 TAKEN, DUPLICATE = 9, 20
@@ -80,7 +82,8 @@ def test_marks_name_the_samples(data):
     marks = json.loads(Path(data.out, "withdrawn.json").read_text())
     every = read_samples(data.out)
     assert {every[place][i]["key"] for place, indices in marks.items() for i in indices} == asked - {"set/nothing.png"}
-    assert json.loads(Path(data.out, "removed.json").read_text()) == sorted(map(hash_key, asked))
+    contents = {xxhash.xxh3_128_hexdigest(needles(data, number)[0]) for number in (3, TAKEN)}
+    assert json.loads(Path(data.out, "removed.json").read_text()) == sorted({*map(hash_key, asked), *contents})
     now = tree(Path(data.out))
     changed = {name.split("/")[0] for name in now if now[name] != before.get(name)}
     assert changed == {"withdrawn.json", "removed.json", "metadata"}
@@ -98,8 +101,7 @@ def test_nothing_of_an_erased_image_is_left(data, number):
         assert expected <= {name.split("/")[0] for name in files_with(data.out, *needles(data, number))}
     take_down(data.out, {data.key(number)}, erase=True)
     assert files_with(data.out, *needles(data, number)) == set()
-    hashes = {hash_key(data.key(number))}
-    assert read_removed(data.out) == hashes
+    assert hash_key(data.key(number)) in Removed.read(data.out)
 
 
 def test_other_samples_stay_as_they_were(data):
@@ -255,6 +257,57 @@ def test_encoded_data(tmp_path):
     assert files_with(out, b"32-up/4", b"32-up/8") == set()
 
 
+@pytest.mark.parametrize("near", [False, True])
+def test_copies_of_removed_images_stay_out(tmp_path, near):
+    """Of the bytes, and on request of the look: over growth, a new selection, and where they are in the data."""
+    source, out = tmp_path / "set", tmp_path / "out"
+    options = {"edges": [16], "duplicates": DuplicatesConfig()}
+    image = smooth_image(0, 64, 48)
+    looks = {kind: encode(image, kind) for kind in (["PNG", "JPEG"] if near else ["PNG"])}
+
+    def upload(name, *of):
+        for kind in of:
+            (source / f"{name}.{kind.lower()}").write_bytes(looks[kind])
+            (source / f"{name}.txt").write_text("a copy")
+
+    write_folder(source, 4)
+    upload("first", "PNG")
+    upload("second", *[*looks][-1:])
+    assert prepare([source], out, **options).kept == 5
+    (taken,) = {one["key"] for one in read_samples(out)["train/16-up"]} - {f"set/{i:04}.png" for i in range(4)}
+    assert take_down(str(out), {taken}, erase=True, near=near).copies == []
+    upload("third", *[*looks][-1:])
+    grown = prepare([source], out, **options)
+    assert (grown.kept, grown.rejected["removed"].count) == (5, 1)
+    anew = prepare([source], out, overwrite=True, edges=[16])
+    assert (anew.kept, anew.rejected["removed"].count) == (4, 3)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_copies_in_the_data_are_listed_or_removed(tmp_path, copies):
+    """In what was encoded of it, too."""
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 4)
+    for name in ("a", "b"):
+        (source / f"{name}.png").write_bytes(noise(37, 33, 1))
+        (source / f"{name}.txt").write_text("a copy")
+    (source / "0001.png").write_bytes(noise(37, 33, 1))
+    prepare([source], out, edges=[16])
+    keys = [one["key"] for one in read_samples(out)["train/16-up"]]
+    samples = [encoded_sample("x", i) | {"key": key} for i, key in enumerate(keys)]
+    write_mds(tmp_path / "latents/train/16-up", {"latent_mean": "ndarray:float16:4,4,4"} | TEXT, samples)
+    write_json(tmp_path / "latents/manifest.json", {"kind": "encoded", "version": 1})
+    derived = str(tmp_path / "latents")
+    found = take_down(str(out), {"set/0001.png"}, derived=[derived], erase=True, copies=copies)
+    expected = {"set/0001.png", "set/a.png", "set/b.png"} if copies else {"set/0001.png"}
+    assert found.copies == ([] if copies else ["set/a.png", "set/b.png"])
+    indices = [i for i, key in enumerate(keys) if key in expected]
+    for root in (out, tmp_path / "latents"):
+        assert json.loads((root / "withdrawn.json").read_text()) == {"train/16-up": indices}
+        assert {one["key"] for one in read_samples(root)["train/16-up"]} == {*keys, ""} - expected
+    assert prepare([source], out, overwrite=True, edges=[16]).kept == 3
+
+
 @pytest.mark.parametrize("key", ["a ", "a\nb", "a\r", "a\rb", '"a"', '"a', "a\u2028b", "a\x85"])
 def test_keys_are_read_as_they_are(tmp_path, key):
     line = json.dumps(key) if key.startswith('"') or "\n" in key or key.endswith("\r") else key
@@ -264,7 +317,7 @@ def test_keys_are_read_as_they_are(tmp_path, key):
 
 
 def test_hashes_of_removed_keys_are_added(tmp_path):
-    add_removed(str(tmp_path), {"a", "b"})
-    add_removed(str(tmp_path), {"b", "c"})
-    assert read_removed(str(tmp_path)) == {hash_key("a"), hash_key("b"), hash_key("c")}
+    add_removed(str(tmp_path), map(hash_key, "ab"))
+    assert add_removed(str(tmp_path), map(hash_key, "bc")) == set(map(hash_key, "abc"))
+    assert Removed.read(str(tmp_path)) == {hash_key("a"), hash_key("b"), hash_key("c")}
     assert hash_key("a") == "a96faf705af16834e6c632b61e964e1f"

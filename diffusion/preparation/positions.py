@@ -1,0 +1,86 @@
+"""Positions: which sample of a data set has which key.
+
+Prepared data: `positions/TASK.parquet` has a row per sample that a write task wrote, and the shards that it made.
+Encoded data: `positions/<split>/<bucket>/SHARD.parquet` has the hash of the key of each sample of a shard.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import pyarrow as pa
+import xxhash
+
+from diffusion import storage
+from diffusion.datasets.mds import SampleDecoder, Shard, read_shard
+from diffusion.preparation.layout import POSITIONS, positions_name, read_schema, read_table, write_table
+from diffusion.storage import MissingFileError
+
+POSITIONS_SCHEMA = pa.schema(
+    {
+        "key": pa.string(),
+        "part": pa.int32(),  # partition, and row in its metadata
+        "row": pa.int32(),
+        "split": pa.string(),
+        "bucket": pa.string(),
+        "shard": pa.string(),  # basename of the uncompressed shard, as it was first written
+        "index": pa.int32(),  # in the shard
+    }
+)
+"""Columns of `positions/TASK.parquet`, a row per sample in the order of writing. The file's `entries` are a JSON list
+of {split, bucket, entry}: the index entries of the task's shards in order."""
+
+TaskShard = tuple[str, Shard]
+"""`<split>/<bucket>`, and a shard in it."""
+
+
+def shards_as_metadata(shards: Iterable[TaskShard]) -> dict[str, str]:
+    """Return the shards of a task as the metadata of the file of its positions."""
+    entries = [dict(zip(("split", "bucket"), name.split("/"), strict=True), entry=one.entry) for name, one in shards]
+    return {"entries": json.dumps(entries)}
+
+
+def shards_of_metadata(metadata: Mapping[bytes, bytes]) -> list[TaskShard]:
+    """Return the shards of a task from the metadata of the file of its positions."""
+    return [(f"{one['split']}/{one['bucket']}", Shard.of(one["entry"])) for one in json.loads(metadata[b"entries"])]
+
+
+def read_task_shards(out: str, tasks: Iterable[int]) -> Iterator[list[TaskShard]]:
+    """Read the shards of each task."""
+
+    def read(task: int) -> list[TaskShard]:
+        return shards_of_metadata(read_schema(storage.join(out, POSITIONS, positions_name(task))).metadata)
+
+    return storage.concurrent_map(read, tasks)
+
+
+def shard_stem(name: str) -> str:
+    """Name of a shard without revision and endings: `shard.00003.00001`."""
+    return re.sub(r"(\.r\d+)?\.mds.*$", "", name)
+
+
+def hash_of_key(key: str) -> int | None:
+    """Return the hash of a key as the column `key_hash` has it, xxh3_64; None for the empty key of an erased sample."""
+    return xxhash.xxh3_64_intdigest(key.encode()) if key else None
+
+
+def write_key_hashes(dataset: str, folder: str, shard: Shard, hashes: Iterable[int | None]) -> None:
+    """Write the hashes of the keys of an encoded shard in `<split>/<bucket>`."""
+    table = pa.table({"key_hash": pa.array(hashes, pa.uint64())})
+    write_table(storage.join(dataset, POSITIONS, folder, f"{shard_stem(shard.raw.name)}.parquet"), table)
+
+
+def read_key_hashes(dataset: str, folder: str, shard: Shard) -> Any:
+    """Read the hashes of the keys of an encoded shard, null for erased samples: uint64 [N], an array of Arrow.
+
+    Data of earlier versions has none yet: they are made of the shard, once.
+    """
+    uri = storage.join(dataset, POSITIONS, folder, f"{shard_stem(shard.raw.name)}.parquet")
+    try:
+        return read_table(uri)["key_hash"]
+    except MissingFileError:
+        decode = SampleDecoder(shard.format, ["key"])
+        samples = read_shard(storage.join(dataset, folder), shard)
+        write_key_hashes(dataset, folder, shard, [hash_of_key(decode(sample)["key"]) for sample in samples])
+        return read_table(uri)["key_hash"]
