@@ -10,7 +10,7 @@ From here to the loss: `datasets/loader.py` gives the batches of `datasets/batch
 import copy
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

@@ -11,32 +11,46 @@ import pytest
 from tests.tools.training_runs import TrainingServer
 
 LONGEST = (
-    "test_elastic_launch.py",
     "test_object_store.py",
-    "test_ray.py",
-    "test_benchmark_command.py",
-    "test_yamls.py",
+    "test_elastic_launch.py",
     "test_ahead_of_time.py",
-    "test_slurm.py",
-    "test_chaos.py",
-    "test_ssh.py",
-    "test_evaluate.py",
-    "test_ema_runs.py",
+    "test_yamls.py",
+    "test_ray.py",
+    "test_combinations.py",
     "test_resumption.py",
-    "test_launch.py",
-    "test_encode_ranks.py",
-    "test_killed_preparation.py",
-    "test_ingest.py",
-    "test_failures.py",
-    "test_preemption.py",
-    "test_encode_s3.py",
+    "test_ema_runs.py",
+    "test_chaos.py",
+    "test_network_runs.py",
     "test_leaderboard.py",
-    "test_loss_guard.py",
-    "test_groups_training.py",
-    "test_autoencoder_runs.py",
+    "test_fused_norms.py",
+    "test_ssh.py",
+    "test_slurm.py",
+    "test_prepare.py",
+    "test_changed_settings.py",
     "test_prepared_folder.py",
+    "test_fast_unet.py",
+    "test_start.py",
+    "test_groups_training.py",
+    "test_evaluate.py",
+    "test_loss_guard.py",
     "test_loader_speed.py",
+    "test_ingest.py",
+    "test_stores.py",
     "test_verify_elastic.py",
+    "test_saving_in_runs.py",
+    "test_representations.py",
+    "test_encode_ranks.py",
+    "test_preemption.py",
+    "test_benchmark_command.py",
+    "test_preference_server.py",
+    "test_growing.py",
+    "test_failures.py",
+    "test_killed_preparation.py",
+    "test_your_own_data.py",
+    "test_hostile_sources.py",
+    "test_frozen_parts.py",
+    "test_watch.py",
+    "test_source_remote.py",
 )
 """Files that take the longest, which start first: several workers then end at about the same time."""
 
@@ -98,6 +112,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingServer]
     server = TrainingServer(tmp_path_factory.mktemp("jobs"))
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def python(server: TrainingServer, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A program like Python that has been started and has imported everything."""
+    return str(server.programs(tmp_path_factory.mktemp("programs") / "bin") / "python")
 
 
 @pytest.fixture(scope="session")

@@ -1,30 +1,17 @@
 """The command that measures runs, and what it writes are rates of the same thing."""
 
-import subprocess
-import sys
-
 import pytest
 
 from benchmarks.rows import read_rows
-from tests.tools.training_runs import ROOT, environment
 
 pytestmark = pytest.mark.slow
 
 PARTS = ("step", "open", "prepare")
-CPU = ["--quick", "--device", "cpu"]
 
 
-def start(out, *arguments):
-    command = [sys.executable, "-m", "benchmarks", *arguments, *CPU, "--out", str(out)]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def test_parts(tmp_path):
-    process = start(tmp_path, *PARTS, "trainer.parallelism=ddp", "--microbatches", "2")
-    printed, errors = process.communicate(timeout=1200)
-    assert process.returncode == 0, errors[-3000:]
+def test_parts(server, tmp_path):
+    options = ["trainer.parallelism=ddp", "--microbatches", "2", "--quick", "--device", "cpu", "--out", str(tmp_path)]
+    printed = server.command(0, ["benchmarks/__main__.py", *PARTS, *options]).output
     lines = read_rows(tmp_path / "rows.jsonl")
     assert [line["error"] for line in lines.values() if "error" in line] == []
     assert all(f"{name}: " in printed for name in lines)

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,7 @@ from diffusion.checkpointing.layout import batch_of
 from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 from tests.tools.forking import free_port
 from tests.tools.hosts import Agent, Agents, Network, wait_until
-from tests.tools.training_runs import BIN, ROOT, Run, TrainingServer, launcher_environment
+from tests.tools.training_runs import Run, TrainingServer
 from verification.callbacks import step_hashes
 
 pytestmark = pytest.mark.slow
@@ -278,26 +277,22 @@ def assert_saved(run: Path) -> None:
 
 
 @pytest.mark.world_size(2)
-def test_a_signal_to_the_composer_launcher_alone_saves_the_run(tmp_path):
+def test_a_signal_to_the_composer_launcher_alone_saves_the_run(server, tmp_path):
     """It ends at once, and its ranks notice that it is gone."""
-    run, reached, output = tmp_path / "run", tmp_path / "reached", tmp_path / "output"
+    run, reached = tmp_path / "run", tmp_path / "reached"
     announce = f"plugins.callbacks=[{{path: tests.tools.toys.Announce, arguments: {{step: 3, path: {reached}}}}}]"
     overrides = [f"output_folder={run}", "samples.prompts=[]", announce, f"trainer.max_duration={ENDLESS}ba"]
-    command = [str(BIN / "composer"), "-n", "2", "run.py", "tests/tools/toy.yaml", *overrides]
-    with output.open("w") as file:
-        process = subprocess.Popen(command, cwd=ROOT, env=launcher_environment(), stdout=file, stderr=file)
-    below: list[int] = []
+    command = ["tests/tools/forked_launcher.py", "composer", "-n", "2", "run.py", "tests/tools/toy.yaml", *overrides]
+    job = server.start(0, command, MASTER_PORT=str(free_port()))
     try:
-        wait_until(lambda: reached.exists() or process.poll() is not None, "the run does not begin", 300)
-        assert process.poll() is None, output.read_text()[-4000:]
-        below = descendants(process.pid)
+        job.wait_for(reached.exists)
+        below = descendants(job.pids[0])
         assert len(below) >= 2
-        process.terminate()
-        wait_until(lambda: process.poll() is not None and not alive(below), "processes go on")
+        os.kill(job.pids[0], signal.SIGTERM)
+        assert job.finish().codes != [0]
+        wait_until(lambda: not alive(below), "processes go on")
     finally:
-        for number in alive([process.pid, *below]):
-            os.kill(number, signal.SIGKILL)
-    assert process.wait() != 0
+        job.kill()
     assert_saved(run)
 
 

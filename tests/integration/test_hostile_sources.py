@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -302,27 +301,31 @@ def test_copies_are_found_and_different_photographs_are_not(tmp_path):
 # The terminal
 
 
-def run(*arguments) -> "subprocess.CompletedProcess[bytes]":
-    command = [sys.executable, "scripts/prepare.py", *map(str, arguments)]
+def run(python: str, *arguments) -> "subprocess.CompletedProcess[bytes]":
+    command = [python, "scripts/prepare.py", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, check=False, timeout=600)
 
 
 CONTROL = re.compile(rb"[\x00-\x08\x0b-\x1f\x7f]|\xc2[\x80-\x9f]|\xe2\x80\xae")
 
 
-def test_control_characters_of_names_do_not_reach_the_terminal(tmp_path):
+def test_control_characters_of_names_do_not_reach_the_terminal(python, tmp_path):
     folder, out = tmp_path / "se\x1b[31mt\u202e", tmp_path / "out"
     write_folder(folder, 3)
     for name in ("a\x1b[2J\x07.png", "b\r\x7f\n.png", "c\u009b.png", "\u202edd.png"):
         (folder / name).write_bytes(b"x")
         (folder / name).with_suffix(".txt").write_text("\x1b[2J")
-    done = run(folder, out, "--edges", 16, "--workers", 1)
+    done = run(python, folder, out, "--edges", 16, "--workers", 1)
     assert done.returncode == 0, done.stderr
     assert b"undecodable" in done.stdout
-    again = run(folder, out, "--edges", 16, "--workers", 1)
-    others = [run(folder, out, "--seed", 3), run(folder, "--dry-run"), run(tmp_path / "no\x1bne", out)]
+    again = run(python, folder, out, "--edges", 16, "--workers", 1)
+    others = [
+        run(python, folder, out, "--seed", 3),
+        run(python, folder, "--dry-run"),
+        run(python, tmp_path / "no\x1bne", out),
+    ]
     (folder / "a\x1b[2J\x07.png").write_bytes(b"y")
-    others.append(run(folder, out, "--edges", 16))
+    others.append(run(python, folder, out, "--edges", 16))
     assert [one.returncode for one in others] == [2, 0, 2, 2]
     for one in (done, again, *others):
         bars = one.stderr.replace(b"\r", b"").replace(b"\x1b[A", b"")  # tqdm's own

@@ -1,12 +1,12 @@
 """Ingestion as a process of its own: polls of a folder, and notifications of a real server of S3 and SQS."""
 
 import json
+import os
 import signal
 import subprocess
-import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from diffusion.preparation.layout import POSITIONS, read_table
 from tests.tools.forking import free_port
 from tests.tools.image_files import noise, tree, write_folder
 from tests.tools.preparing import prepare
-from tests.tools.training_runs import BIN, ROOT, environment
+from tests.tools.training_runs import BIN, TrainingServer
 from tests.unit.preparation.test_ingest import ingestion_of
 
 pytestmark = pytest.mark.slow
@@ -65,36 +65,29 @@ raise SystemExit(run_command(main))
 class Ingestion:
     """A process of scripts/ingest.py."""
 
-    def __init__(self, folder: Path, source: str, out: str, *options: str, killed: str | None = None):
+    def __init__(
+        self, server: TrainingServer, folder: Path, source: str, out: str, *options: str, killed: str | None = None
+    ):
         (folder / "prepare.yaml").write_text(YAML)
         program = ["scripts/ingest.py"] if killed is None else ["-c", KILLED, killed]
-        command = [sys.executable, *program, str(folder / "prepare.yaml"), f"sources=[{source}]", f"out={out}"]
-        self.log = folder / "log.txt"
-        with self.log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [*command, *ARGUMENTS, *options], cwd=ROOT, env=environment(), stdout=output, stderr=output
-            )
+        command = [*program, str(folder / "prepare.yaml"), f"sources=[{source}]", f"out={out}"]
+        self.job = server.start(0, [*command, *ARGUMENTS, *options])
 
-    def wait_for(self, ready: Any) -> None:
-        deadline = time.monotonic() + LIMIT
-        while not ready():
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.1)
+    def wait_for(self, ready: Callable[[], bool]) -> None:
+        self.job.wait_for(lambda: time.sleep(0.1) or ready())
 
     def await_end(self) -> int:
-        return self.process.wait(LIMIT)
+        return self.job.finish(LIMIT).codes[0]
 
-    def terminate(self) -> None:
-        self.process.terminate()
-        assert self.await_end() == 0, self.log.read_text()
+    def end(self, number: int, code: int) -> None:
+        os.kill(self.job.pids[0], number)
+        assert self.await_end() == code, self.job.output
 
     def __enter__(self) -> "Ingestion":
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.process.kill()
-        self.process.wait()
+        self.job.kill()
 
 
 def num_seen(out: str) -> int:
@@ -114,20 +107,19 @@ def move_images(made: Path, source: Path) -> None:
         path.rename(source / path.name)
 
 
-def test_a_folder_is_polled_until_sigterm(tmp_path):
+def test_a_folder_is_polled_until_sigterm(server, tmp_path):
     source, out = tmp_path / "set", tmp_path / "out"
     source.mkdir()
-    with Ingestion(tmp_path, str(source), str(out)) as ingestion:
+    with Ingestion(server, tmp_path, str(source), str(out)) as ingestion:
         for number in (1, 2):
             write_folder(tmp_path / "made", 7, start=number * 10)
             move_images(tmp_path / "made", source)
             ingestion.wait_for(lambda number=number: num_seen(str(out)) == 7 * number)
-        ingestion.terminate()
+        ingestion.end(signal.SIGTERM, 0)
     write_folder(source, 1)
-    with Ingestion(tmp_path, str(source), str(out)) as ingestion:
+    with Ingestion(server, tmp_path, str(source), str(out)) as ingestion:
         ingestion.wait_for(lambda: num_seen(str(out)) == 15)
-        ingestion.process.send_signal(signal.SIGINT)
-        assert ingestion.await_end() == 130
+        ingestion.end(signal.SIGINT, 130)
     assert keys_of(str(out)) == [f"set/{number:04d}.png" for number in (0, *range(10, 17), *range(20, 27))]
 
 
@@ -211,10 +203,10 @@ def keys_for(numbers: Sequence[int]) -> list[str]:
     return sorted(f"set/{number} é.png" for number in numbers)
 
 
-def test_notifications_duplicates_and_dead_letters(tmp_path, cloud: Cloud):
+def test_notifications_duplicates_and_dead_letters(server, tmp_path, cloud: Cloud):
     out = "s3://prepared/set"
     cloud.upload(range(4))
-    with Ingestion(tmp_path, "s3://uploads/set", out, "--queue", cloud.queue) as ingestion:
+    with Ingestion(server, tmp_path, "s3://uploads/set", out, "--queue", cloud.queue) as ingestion:
         ingestion.wait_for(lambda: num_seen(out) == 4 and cloud.num_messages() == 0)
         cloud.send("set/0+%C3%A9.png", "set/0+%C3%A9.png", "set/1+%C3%A9.txt")
         cloud.upload([4])
@@ -222,7 +214,7 @@ def test_notifications_duplicates_and_dead_letters(tmp_path, cloud: Cloud):
         cloud.s3.put_object(Bucket="uploads", Key="set/archived.png", Body=noise(40, 33, 50), StorageClass="GLACIER")
         cloud.sqs.send_message(QueueUrl=cloud.queue, MessageBody="no event")
         ingestion.wait_for(lambda: num_seen(out) == 5 and cloud.num_messages() == 0)
-        ingestion.terminate()
+        ingestion.end(signal.SIGTERM, 0)
     assert keys_of(out) == keys_for(range(5))
     letters = [json.loads(line) for line in storage.read(f"{out}/dead_letters.jsonl").splitlines()]
     named = {name for one in letters for name in (one.get("object"), one.get("body"), *one.get("objects", ()))}
@@ -244,7 +236,7 @@ def test_a_prefix_is_polled(tmp_path, cloud: Cloud):
 
 
 @pytest.mark.parametrize("moment", ["manifest.json", "delete"])
-def test_killed_and_continued(tmp_path, cloud: Cloud, moment):
+def test_killed_and_continued(server, tmp_path, cloud: Cloud, moment):
     """SIGKILL before the data set is published, and between the append and the deletion of messages."""
     out, undisturbed = tmp_path / "out", tmp_path / "undisturbed"
     options = ["s3://uploads/set", str(out), "--queue", cloud.queue]
@@ -253,13 +245,13 @@ def test_killed_and_continued(tmp_path, cloud: Cloud, moment):
         prepare(["s3://uploads/set"], folder, **OPTIONS)
     cloud.upload(range(8, 14))
     num_messages = cloud.num_messages()
-    with Ingestion(tmp_path, *options, killed=moment) as ingestion:
+    with Ingestion(server, tmp_path, *options, killed=moment) as ingestion:
         assert ingestion.await_end() == -signal.SIGKILL
     assert num_seen(str(out)) == (14 if moment == "delete" else 8)
     assert cloud.num_messages() == num_messages, "no message was deleted"
-    with Ingestion(tmp_path, *options) as ingestion:
+    with Ingestion(server, tmp_path, *options) as ingestion:
         ingestion.wait_for(lambda: num_seen(str(out)) == 14 and cloud.num_messages() == 0)
-        ingestion.terminate()
+        ingestion.end(signal.SIGTERM, 0)
     prepare(["s3://uploads/set"], undisturbed, **OPTIONS)
     assert tree(out) == tree(undisturbed)
     assert keys_of(str(out)) == keys_for(range(14))

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import astuple
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,7 @@ from diffusion.cli import train_command
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.launch import run_command
 from tests.tools.forking import free_port
-from tests.tools.training_runs import ROOT, launcher_environment
+from tests.tools.training_runs import ROOT, Ended, TrainingServer
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +58,6 @@ if __name__ == "__main__":
     end_process, os._exit = os._exit, end
     os._exit(run_command(main))
 """
-BIN = Path(sys.executable).parent
 
 
 def test_torch_takes_one_thread_unless_told_otherwise():
@@ -70,11 +70,11 @@ def test_torch_takes_one_thread_unless_told_otherwise():
         assert ended.stdout.strip() == expected
 
 
-def launch(tmp_path: Path, launcher: list[str], mode: str) -> subprocess.CompletedProcess:
-    script = tmp_path / "script.py"
+def launch(server: TrainingServer, tmp_path: Path, launcher: str, mode: str) -> Ended:
+    script, port = tmp_path / "script.py", str(free_port())
     script.write_text(SCRIPT)
-    command = [str(BIN / launcher[0]), *launcher[1:], str(script), mode, str(tmp_path)]
-    return subprocess.run(command, env=launcher_environment(), capture_output=True, text=True, timeout=600, check=False)
+    command = ["tests/tools/forked_launcher.py", *launcher.replace("PORT", port).split(), str(script), mode]
+    return server.start(0, [*command, str(tmp_path)], MASTER_PORT=port).finish()
 
 
 TORCHRUN = "torchrun --nproc-per-node 2 --master-port PORT"
@@ -92,31 +92,30 @@ def codes(tmp_path: Path) -> dict[str, str]:
         (TORCHRUN, "agreed", "rank 0: DataError: rank 1 of 2: a shard is damaged"),
     ],
 )
-def test_the_first_rank_of_a_node_prints_the_error_and_all_end_with_exit_code_2(tmp_path, launcher, mode, message):
-    result = launch(tmp_path, launcher.replace("PORT", str(free_port())).split(), mode)
-    output = result.stdout + result.stderr
+def test_the_first_rank_of_a_node_prints_the_error_and_all_end_with_exit_code_2(
+    server, tmp_path, launcher, mode, message
+):
+    (code,), output = astuple(launch(server, tmp_path, launcher, mode))
     assert output.count(message) == 1, output
     assert output.count("Error: ") == 1 + output.count("ChildFailedError: "), output
     assert codes(tmp_path) == {"0": "2", "1": "2"}, output
     if launcher.startswith("composer"):
-        assert result.returncode == 2, output
+        assert code == 2, output
         assert "Traceback" not in output
 
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("launcher", ["composer -n 3", TORCHRUN])
-def test_an_error_that_another_rank_meets_alone_is_printed_by_that_rank(tmp_path, launcher):
-    result = launch(tmp_path, launcher.replace("PORT", str(free_port())).split(), "alone")
-    output = result.stdout + result.stderr
+def test_an_error_that_another_rank_meets_alone_is_printed_by_that_rank(server, tmp_path, launcher):
+    (code,), output = astuple(launch(server, tmp_path, launcher, "alone"))
     assert output.count("rank 1: DataError: a shard is damaged") == 1, output
     assert codes(tmp_path)["1"] == "2"
-    assert result.returncode != 0
+    assert code != 0
 
 
 @pytest.mark.world_size(2)
-def test_a_killed_rank_ends_the_job(tmp_path):
-    result = launch(tmp_path, ["composer", "-n", "2"], "killed")
-    assert result.returncode != 0
+def test_a_killed_rank_ends_the_job(server, tmp_path):
+    assert launch(server, tmp_path, "composer -n 2", "killed").codes != [0]
     assert "1" not in codes(tmp_path), "it ended by itself"
 
 

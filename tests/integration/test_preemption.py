@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +17,8 @@ from diffusion.distributed import PREEMPTED_EXIT_CODE
 from diffusion.errors import PreemptedError
 from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 from diffusion.launch import run_command
+from tests.tools.forking import free_port
 from tests.tools.runs import signal_at
-from tests.tools.training_runs import BIN, ROOT, launcher_environment
 
 COMMON = ["trainer.save_interval=100ba", "samples.prompts=[]"]
 
@@ -65,35 +63,26 @@ def test_a_signal_in_the_last_step_lets_the_run_end(server, tmp_path):
 
 
 @pytest.mark.world_size(2)
-def test_under_the_launcher_all_ranks_are_told_and_the_code_passes(tmp_path):
+def test_under_the_launcher_all_ranks_are_told_and_the_code_passes(server, tmp_path):
     """As a scheduler does it: SIGTERM to every rank and every data worker, from outside, while they train."""
     run = tmp_path / "run"
     reached = tmp_path / "reached"
     plugin = f"plugins.callbacks=[{{path: tests.tools.toys.Announce, arguments: {{step: 3, path: {reached}}}}}]"
-    command = [str(BIN / "composer"), "-n", "2", "run.py", "tests/tools/toy.yaml"]
+    command = ["tests/tools/forked_launcher.py", "composer", "-n", "2", "run.py", "tests/tools/toy.yaml"]
     endless = "plugins.train_dataset.arguments.num_samples=1000000"  # With each epoch the workers end and others begin.
     command += options(run, plugin, endless, "trainer.max_duration=100000ba", "data.num_workers=1")
-    with (tmp_path / "output").open("w+") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=launcher_environment(), stdout=output, stderr=output, start_new_session=True
-        )
-        try:
-            wait_for(reached, process)
-            processes = descendants(process.pid)
-            assert len(processes) >= 4, "two ranks with a data worker each"
-            for number in reversed(processes):
-                os.kill(number, signal.SIGTERM)
-            code = process.wait(timeout=600)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-        output.seek(0)
-        text = output.read()
-    assert code == PREEMPTED_EXIT_CODE, text[-4000:]
+    job = server.start(0, command, MASTER_PORT=str(free_port()))
+    job.wait_for(reached.exists)
+    processes = descendants(job.pids[0])
+    assert len(processes) >= 4, "two ranks with a data worker each"
+    for number in reversed(processes):
+        os.kill(number, signal.SIGTERM)
+    ended = job.finish()
+    assert ended.codes == [PREEMPTED_EXIT_CODE], ended.output[-4000:]
     marker = json.loads((run / "preempted.json").read_text())
     assert marker["signal"] == "SIGTERM"
     assert marker["checkpoint"] == str(resolve_checkpoint(str(run)))
-    assert "Traceback" not in text
+    assert "Traceback" not in ended.output
 
 
 WORKING = """
@@ -122,14 +111,6 @@ def descendants(process: int) -> list[int]:
     """Process ids below a process, parents first."""
     children = [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
     return children + [below for child in children for below in descendants(child)]
-
-
-def wait_for(path: Path, process: subprocess.Popen, timeout: float = 600) -> None:
-    deadline = time.monotonic() + timeout
-    while not path.exists():
-        assert process.poll() is None, "the run has ended early"
-        assert time.monotonic() < deadline, f"{path} does not come"
-        time.sleep(0.1)
 
 
 def is_blocked_in_a_fork(number: int) -> bool:

@@ -1,8 +1,8 @@
 """Scans by several workers: equal to the byte, killed and continued, of a store."""
 
+import os
 import random
-import subprocess
-import sys
+import signal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,7 +15,7 @@ from diffusion.preparation.scan import Scan, scan_sources
 from diffusion.storage import list_files, read
 from tests.tools.image_files import noise, sample, tree, write_folder, write_tar
 from tests.tools.s3_server import s3_process, s3_server
-from tests.tools.training_runs import ROOT, environment
+from tests.tools.training_runs import Job
 
 __all__ = ["s3_process", "s3_server"]
 
@@ -62,21 +62,20 @@ def test_workers_are_equal_to_the_byte(sources, undisturbed, tmp_path):
     assert tree(tmp_path / "two") == undisturbed
 
 
-def test_killed_and_continued_by_other_workers(sources, undisturbed, tmp_path, kills):
+def test_killed_and_continued_by_other_workers(server, sources, undisturbed, tmp_path, kills):
     out, chance = tmp_path / "out", random.Random(kills)
 
-    def start(number: int) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-c", PROGRAM, *sources, str(out), str(number)]
-        return subprocess.Popen(command, cwd=ROOT, env=environment())
+    def start(number: int) -> Job:
+        return server.start(0, ["-c", PROGRAM, *sources, str(out), str(number)])
 
     for kill in range(kills):
-        with start(1 + kill % 2) as process:
-            wanted = len(list(out.glob("metadata/*.parquet"))) + chance.randint(1, 4)
-            while len(list(out.glob("metadata/*.parquet"))) < wanted and process.poll() is None:
-                pass
-            process.kill()
-    with start(2) as process:
-        assert process.wait() == 0
+        job = start(1 + kill % 2)
+        wanted = len(list(out.glob("metadata/*.parquet"))) + chance.randint(1, 4)
+        while len(list(out.glob("metadata/*.parquet"))) < wanted and job.poll() is None:
+            pass
+        os.kill(job.pids[0], signal.SIGKILL)
+        job.finish()
+    assert start(2).finish().codes == [0]
     assert tree(out) == undisturbed
 
 

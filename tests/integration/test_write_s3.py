@@ -1,7 +1,5 @@
 """Shards written straight to a real S3 server: how often, how much, and after a kill."""
 
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -14,7 +12,6 @@ from diffusion.preparation.takedown import take_down
 from tests.tools.image_files import tree
 from tests.tools.s3_server import S3Server, s3_process, s3_server
 from tests.tools.selected_data import SETTINGS, make_images, select_images
-from tests.tools.training_runs import ROOT, environment
 
 __all__ = ["s3_process", "s3_server"]
 
@@ -79,13 +76,11 @@ def test_a_shard_is_one_upload_and_the_bytes_are_those_of_a_folder(s3_server: S3
     assert read_index(f"{url}/train/24x32") == manifest.splits["train"]["24x32"]
 
 
-def test_killed_and_continued(s3_server: S3Server, tmp_path: Path, uploads):
+def test_killed_and_continued(server, s3_server: S3Server, tmp_path: Path, uploads):
     source, url = make_images(tmp_path / "images", range(sum(SIZES))), "s3://tests/killed"
     data = select_images(url, source, SIZES)
     for number in (2, 40, 1):
-        command = [sys.executable, "-c", KILLED, url, source.path, str(number)]
-        done = subprocess.run(command, cwd=ROOT, env=environment(), check=False)
-        assert done.returncode == 9
+        assert server.start(0, ["-c", KILLED, url, source.path, str(number)]).finish().codes == [9]
         assert not storage.exists(f"{url}/manifest.json")
     there = {name for name in stored(url) if "shard.00000" in name or name == "positions/00000.parquet"}
     assert "positions/00000.parquet" in there

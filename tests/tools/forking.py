@@ -69,7 +69,7 @@ class ForkedJob:
     Args:
         address: Socket of the server.
         num_ranks: World size; 0 for one process without the variables of a launcher.
-        program: A Python file and its arguments.
+        program: A Python file, or `-c` or `-m` and what it names, and arguments.
         environment: Of the ranks, to which that of a launcher is added.
         output: File descriptor for what they print; by default they share this process's outputs.
     """
@@ -146,13 +146,18 @@ class ForkingServer:
     def launcher(self, num_ranks: int) -> list[str]:
         """The command that starts a program on so many ranks; the program and its arguments follow it."""
         self.await_start()
-        return [sys.executable, "-m", "tests.tools.forking", "launch", str(self.address), str(num_ranks)]
+        return launcher(self.address, num_ranks)
 
     def close(self) -> None:
         """End the process. Jobs continue until their clients are gone."""
         self._process.kill()
         self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def launcher(address: Path, num_ranks: int) -> list[str]:
+    """The command by which the server at an address starts a program; the program and its arguments follow it."""
+    return [sys.executable, "-m", "tests.tools.forking", "launch", str(address), str(num_ranks)]
 
 
 def serve(address: Path, modules: Sequence[str]) -> NoReturn:
@@ -199,14 +204,14 @@ def _fork(request: dict[str, Any], rank: int, port: int, connection: socket.sock
         os.close(ready)
         os.close(begun)
         connection.close()
-        _end_as_program(lambda: _run(request, rank, port, outputs))
+        end_as_program(lambda: _run(request, rank, port, outputs))
     os.close(begun)
     os.read(ready, 1)  # Ends when the rank has closed its end.
     os.close(ready)
     return pid
 
 
-def _end_as_program(main: Callable[[], None]) -> NoReturn:
+def end_as_program(main: Callable[[], None]) -> NoReturn:
     """Run a function and end this forked process as a program ends, without the parent's exit handlers."""
     code = 0
     try:
@@ -227,6 +232,7 @@ def _run(request: dict[str, Any], rank: int, port: int, outputs: Sequence[int]) 
 
     for number, output in zip((1, 2), outputs, strict=True):
         os.dup2(output, number)
+    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     size, world = request["num_ranks"], {}
     if size:
         world = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
@@ -234,9 +240,20 @@ def _run(request: dict[str, Any], rank: int, port: int, outputs: Sequence[int]) 
     os.environ.clear()
     os.environ.update(request["environment"] | {name: str(value) for name, value in world.items()})
     os.chdir(request["cwd"])
-    sys.argv = request["program"]
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    run_as_main(request["program"])
+
+
+def run_as_main(words: Sequence[str]) -> None:
+    """Run what Python would run with these arguments: a file, `-c` or `-m`, with arguments of its own."""
+    kind, *rest = words
+    sys.argv = [*rest] if kind in ("-c", "-m") else [*words]
+    if kind == "-c":
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    elif kind == "-m":
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(kind, run_name="__main__")
 
 
 def _wait(pids: Sequence[int], connection: socket.socket) -> list[int]:

@@ -1,12 +1,9 @@
 """Small studies, simulated raters, and the real server, for the tests of preferences."""
 
 import json
-import os
 import random
 import re
-import signal
-import subprocess
-import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from apps.preference.images import BLANK, NOISE, collect
 from apps.preference.store import Kind, Settings, Store
+from tests.tools.training_runs import Job, TrainingServer
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "preference.py"
 MODELS = ("secretmodel-one", "secretmodel-two", "secretmodel-three")
@@ -89,27 +87,22 @@ def check(rater: str, chosen: int | None) -> dict[str, Any]:
 
 
 @contextmanager
-def serving(root: Path, models: list[str], *options: str, links: dict[str, str] | None = None):
+def serving(
+    server: TrainingServer, root: Path, models: list[str], *options: str, links: dict[str, str] | None = None
+) -> Iterator[tuple[str, Job]]:
     """The real command; yields its address and its process, which is killed at the end.
 
     Personal links are put into `links`, by name.
     """
-    command = [sys.executable, str(SCRIPT), "serve", *models, "--prompts", str(root / "prompts.txt")]
+    command = [str(SCRIPT), "serve", *models, "--prompts", str(root / "prompts.txt")]
     command += ["--votes", str(root / "votes.sqlite"), *options]
     if "--port" not in options:
         command += ["--port", "0"]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if (found := re.search(r"link for (\w+): (https?://\S+)", line)) and links is not None:
-                    links[found[1]] = found[2]
-                if found := re.search(r"listening on (http://\S+)", line):
-                    yield found[1], process
-                    break
-            else:
-                raise AssertionError("the server did not start")
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGKILL)
+    job = server.start(0, command)
+    try:
+        job.wait_for(lambda: re.search(r"listening on http://\S+\s", job.output) is not None)
+        if links is not None:
+            links.update(re.findall(r"link for (\w+): (https?://\S+)", job.output))
+        yield re.findall(r"listening on (http://\S+)", job.output)[0], job
+    finally:
+        job.kill()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.tools.forking import ForkedJob, ForkingServer, free_port
+from tests.tools.forking import ForkedJob, ForkingServer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BIN = Path(sys.executable).parent
@@ -32,10 +32,20 @@ Run = tuple[str, list[str]]
 """A YAML file and overrides."""
 
 _MODULES = [
+    "boto3.s3.transfer",
+    "diffusers.pipelines.prx.pipeline_prx",
+    "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
+    "diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl",
     "diffusion.cli",
     "diffusion.evaluation.watch",
+    "diffusion.planning.plan",
     "diffusion.preparation.encoding.encode",
     "diffusion.preparation.prepare",
+    "diffusion.preparation.report",
+    "duckdb",
+    "peft",
+    "streaming.base.format.mds.encodings",
+    "torch._dynamo",
     "torch.distributed.run",
     "torch.utils.tensorboard.writer",
 ]
@@ -45,7 +55,7 @@ OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_R
 
 FORKING_PROGRAM = """#!/bin/sh
 case "$1" in
-  *.py) exec {launch} "$@" ;;
+  *.py | -m) exec {launch} "$@" ;;
   *) exec {others} "$@" ;;
 esac
 """
@@ -64,11 +74,6 @@ def environment() -> dict[str, str]:
         "PYTHONWARNINGS": "ignore",
         "MASTER_ADDR": "127.0.0.1",
     }
-
-
-def launcher_environment() -> dict[str, str]:
-    """As `environment`, for the composer launcher, whose own choice of a port any other process can be given, too."""
-    return environment() | {"MASTER_PORT": str(free_port())}
 
 
 @dataclass(frozen=True)
@@ -123,16 +128,15 @@ class TrainingServer:
         self._folder = folder
         self._count = 0
         self._server = ForkingServer(_MODULES, environment(), python)
-        self.launcher = self._server.launcher
+        self.launcher, self.address = self._server.launcher, self._server.address
 
     def start(self, num_ranks: int, program: Sequence[str], **variables: str) -> Job:
-        """Start a Python file with arguments on so many ranks; with 0, as one process without a launcher."""
+        """Start a program, as `ForkedJob` names it, on so many ranks; with 0, as one process without a launcher."""
         self._count += 1
         log = self._folder / f"job-{self._count}.txt"
-        file, *arguments = program
         with log.open("ab") as output:
             options = {"environment": environment() | variables, "output": output.fileno()}
-            return Job(self._server.start(num_ranks, [str(ROOT / file), *arguments], **options), log)
+            return Job(self._server.start(num_ranks, [str(word) for word in program], **options), log)
 
     def start_training(self, num_ranks: int, runs: Sequence[Run], **variables: str) -> Job:
         """Start ranks that train the configurations one after the other."""

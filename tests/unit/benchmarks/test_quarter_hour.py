@@ -1,6 +1,5 @@
 """The quarter of an hour with a GPU: its rows train, take turns, and say what the GPU did."""
 
-import subprocess
 import sys
 
 import pynvml
@@ -8,12 +7,11 @@ import pytest
 import torch
 
 from benchmarks.parts import describe_machine
-from benchmarks.quarter_hour import CALLS, RATES, shape
+from benchmarks.quarter_hour import CALLS, RATES, main, shape
 from benchmarks.rates import measure_rates
 from benchmarks.rows import read_rows
 from benchmarks.runs import ResidentLatents, kernels_by_class, run_config
 from diffusion.config.checks import check
-from tests.tools.training_runs import ROOT, environment
 
 
 def test_rows_for_a_gpu_have_valid_configurations():
@@ -32,11 +30,13 @@ def test_captions_end_once_in_each_chunk():
     assert (chunks[:, 2, 1] != end).any()
 
 
-def test_two_rows_are_timed_one_after_the_other(tmp_path):
+def test_two_rows_are_timed_one_after_the_other(server, tmp_path, monkeypatch):
+    """The processes of rows are forked."""
+    monkeypatch.setattr(sys, "executable", str(server.programs(tmp_path / "bin") / "python"))
     names = ["trainer/256/32", "trainer/256/32/ddp/log_late"]
-    command = [sys.executable, "-m", "benchmarks.quarter_hour", "first", "--out", str(tmp_path), "--device", "cpu"]
-    command += ["--wave", *names, "--label", "test", "--minutes", "8"]
-    subprocess.run(command, cwd=ROOT, env=environment(), check=True, timeout=600)
+    command = ["quarter_hour.py", "first", "--out", str(tmp_path), "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", [*command, "--wave", *names, "--label", "test", "--minutes", "8"])
+    main()
     rows = read_rows(tmp_path / "rows.jsonl")
     assert set(rows) == {f"{name}/test" for name in names}
     for row in rows.values():
@@ -44,7 +44,7 @@ def test_two_rows_are_timed_one_after_the_other(tmp_path):
     turns = {name: tmp_path / "logs" / name.replace("/", "-") for name in names}
     first, second = (turns[name] for name in names)
     assert first.with_suffix(".done").stat().st_mtime <= second.with_suffix(".go").stat().st_mtime
-    subprocess.run(command, cwd=ROOT, env=environment(), check=True, timeout=60)
+    main()
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 2, "nothing is measured again"
 
 

@@ -1,12 +1,11 @@
 """Shards on their way into a cache that processes and jobs share, and what happens when something breaks."""
 
 import errno
+import multiprocessing
 import os
 import shutil
 import signal
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +32,6 @@ from diffusion.errors import DataError, MachineError
 from tests.tools.written_data import TEXT, data_config, encoded_sample, tokenize, write_encoded, write_prepared
 
 COLUMNS = dict.fromkeys(["latent_mean", "latent_logvar"], "ndarray:float16:4,4,4") | TEXT
-ROOT = Path(__file__).parents[3]
 
 
 def open_loader(
@@ -386,49 +384,42 @@ def test_who_waits_for_an_attempt_in_vain_fails_with_it(tmp_path: Path, monkeypa
 
 # Several processes and jobs, and kills
 
-READER = """
-import sys
-from pathlib import Path
-from tests.unit.datasets.test_cache import open_loader, read
-cache, remote, limit = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] or None
-loader = open_loader(cache, remote, num_workers=1, cache_limit=limit, predownload=8)
-batches = iter(loader)
-print(next(batches) and "begun", flush=True)
-for _ in range(int(sys.argv[4])):
-    print(read(batches or loader), flush=True)
-    batches = None
-sys.stdin.read()
-"""
+FORK = multiprocessing.get_context("fork")
 
 
 class Job:
-    """A process of its own that reads through a cache."""
+    """A process of its own that reads through a cache, and sends what it reads: the first batch, and whole epochs."""
 
-    def __init__(self, folder: Path, remote: Path, limit: str = "", epochs: int = 0) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", READER, str(folder), str(remote), limit, str(epochs)],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        assert self.process.stdout is not None
-        self.lines = self.process.stdout
+    def __init__(self, folder: Path, remote: Path, limit: str | None = None, epochs: int = 0) -> None:
+        self.connection, self._theirs = FORK.Pipe()
+        self.process = FORK.Process(target=self._read, args=(folder, remote, limit, epochs))
+        self.process.start()
+        self._theirs.close()
+
+    def _read(self, folder: Path, remote: Path, limit: str | None, epochs: int) -> None:
+        os.setsid()
+        torch.set_num_threads(1)
+        loader = open_loader(folder, remote, num_workers=1, cache_limit=limit, predownload=8)
+        batches = iter(loader)
+        self._theirs.send(next(batches)[BatchKey.SAMPLE].tolist())
+        for _ in range(epochs):
+            self._theirs.send(read(batches or loader))
+            batches = None
+        self._theirs.recv()
 
     def begin(self) -> "Job":
-        assert self.lines.readline() == "begun\n"
+        self.connection.recv()
         return self
 
     def end(self) -> None:
-        self.process.communicate("", timeout=300)
-        assert self.process.returncode == 0
+        self.connection.send("end")
+        self.process.join(300)
+        assert self.process.exitcode == 0
 
     def kill(self) -> None:
         """Kill everything at once, loader workers included."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.communicate(timeout=300)
+        os.killpg(self.process.ident, signal.SIGKILL)
+        self.process.join(300)
 
 
 @pytest.fixture
@@ -441,14 +432,15 @@ def start() -> Iterator[Callable[..., Job]]:
 
     yield start
     for job in jobs:
-        if job.process.poll() is None:
+        if job.process.is_alive():
             job.kill()
 
 
 @pytest.mark.slow
 def test_jobs_share_a_cache_and_one_that_is_killed_leaves_it_whole(tmp_path: Path, start: Callable[..., Job]) -> None:
     remote = write_encoded(tmp_path / "remote", {"a": 400})
-    expected = [repr(epoch) for loader in [open_loader(remote)] for epoch in (read(loader)[1:], read(loader))]
+    loader = open_loader(remote)
+    expected = [read(loader)[1:], read(loader)]
     sizes = [path.stat().st_size for path in (remote / "a").glob("*.mds")]
     limit = str((remote / "a" / "index.json").stat().st_size + len(sizes) // 2 * max(sizes))
     folder = tmp_path / "cache"
@@ -457,7 +449,7 @@ def test_jobs_share_a_cache_and_one_that_is_killed_leaves_it_whole(tmp_path: Pat
         job.begin()
     jobs[1].kill()
     for job in (jobs[0], jobs[2]):
-        assert [job.lines.readline().strip() for _ in range(2)] == expected
+        assert [job.connection.recv() for _ in range(2)] == expected
     for job in (jobs[0], jobs[2]):
         job.end()
     for path in (folder / "a").glob("*.mds"):
