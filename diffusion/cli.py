@@ -56,8 +56,8 @@ def _start_logging() -> None:
 def _show_plan(config: Config, say: Callable[[str], None]) -> None:
     from diffusion.loading import check_objective
     from diffusion.models.architectures import num_text_tokens, side_factor
+    from diffusion.planning.amounts import absent_streams
     from diffusion.planning.plan import format_plan, plan_run
-    from diffusion.planning.storage import absent_streams
     from diffusion.plugins import check_plugins
 
     num_ranks = config.plan.num_gpus or world_size()

@@ -19,9 +19,6 @@ from torch import Tensor
 NUM_SEEDS = 2**32
 """Seeds, steps and epochs are 32-bit words of the address."""
 
-NUM_STREAM_BITS, NUM_OCCURRENCE_BITS, NUM_INDEX_BITS = 10, 13, 40
-"""Together 63 bits: 1,024 streams of 1.1e12 samples, each drawn up to 8,192 times an epoch."""
-
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -50,20 +47,6 @@ class Purpose(IntEnum):
     TOKEN_ROUTING = 16
     SCORE_DROP = 17
     EQUIVARIANCE = 18
-
-
-def sample_address(stream: Any, index: Any, occurrence: Any = 0) -> Any:
-    """Pack the identity of a sample into one non-negative int64.
-
-    Args:
-        stream: index of the stream in the configuration, below 1,024.
-        index: position of the sample in its stream, below 2^40.
-        occurrence: how often the sample came before in the same epoch (repeated streams), below 8,192.
-
-    Returns:
-        The address: distinct for distinct arguments; an int64 tensor if any argument is one.
-    """
-    return (stream << (NUM_OCCURRENCE_BITS + NUM_INDEX_BITS)) | (occurrence << NUM_INDEX_BITS) | index
 
 
 def _multiply(multiplier: int, x: _Words) -> tuple[_Words, _Words]:

@@ -58,7 +58,7 @@ class BatchKey(str, Enum):
     """float32 [B, S]: scores of the image, NaN where one is missing; with `model.score_conditioning` only."""
 
     SAMPLE = "sample"
-    """int64 [B]: the address of each sample, made by `diffusion.randomness.sample_address`."""
+    """int64 [B]: the address of each sample, made by `diffusion.datasets.sample_order.sample_address`."""
 
     STEP = "step"
     """int64 [B]: the optimizer step that the sample is used in; 0 while evaluating."""

@@ -27,11 +27,18 @@ from diffusion.datasets.batch import BatchKey, Sample
 from diffusion.datasets.cache import CacheLimit, StreamShards, TierCounts, TierMeter, files_of_cache
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.datasets.mds import ShardFiles
-from diffusion.datasets.sample_order import GlobalOrder, OrderSettings, RankOrder, describe_changes, stream_shapes
+from diffusion.datasets.sample_order import (
+    GlobalOrder,
+    OrderSettings,
+    RankOrder,
+    describe_changes,
+    sample_address,
+    stream_shapes,
+)
 from diffusion.datasets.streams import StreamLocation, Substitutes, converts_to_srgb, find_substitutes
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
-from diffusion.randomness import Purpose, random_word, sample_address
+from diffusion.randomness import Purpose, random_word
 
 logger = logging.getLogger(__name__)
 

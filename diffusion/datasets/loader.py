@@ -21,8 +21,6 @@ from diffusion.config.data import (
     ImageSize,
     Mixing,
     Representation,
-    Shuffling,
-    StreamConfig,
     ValidationConfig,
     image_sizes,
 )
@@ -30,11 +28,17 @@ from diffusion.config.fields import parse_size
 from diffusion.datasets.batch import BatchKey, CollateGroups, Sample, collate
 from diffusion.datasets.dataset import TextImageDataset, Tokenize, TrainingDataset, TrainingSteps
 from diffusion.datasets.encoded import ENCODED, EncodedManifest, check_encoded
-from diffusion.datasets.sample_order import OrderSettings
-from diffusion.datasets.streams import Files, StreamLocation, check_location, find_manifest, locate_streams
+from diffusion.datasets.sample_order import order_settings, sample_address
+from diffusion.datasets.streams import (
+    Files,
+    StreamLocation,
+    check_location,
+    find_manifest,
+    locate_streams,
+    validation_streams,
+)
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
-from diffusion.randomness import sample_address
 from diffusion.storage import Access
 
 logger = logging.getLogger(__name__)
@@ -119,19 +123,6 @@ def train_loader(
         collate_fn = CollateGroups(config.group_size)
     steps = TrainingSteps(dataset, rank=rank, num_ranks=num_ranks)
     return BatchLoader(dataset, batch_sampler=steps, collate_fn=collate_fn, **_loader_options(config))
-
-
-def order_settings(config: DataConfig, seed: int) -> OrderSettings:
-    """Settings of the order of samples."""
-    return OrderSettings(
-        seed=seed,
-        global_batch_size=config.global_batch_size,
-        num_canonical_nodes=config.num_canonical_nodes,
-        mixing=config.mixing,
-        group_size=config.group_size,
-        shuffle=config.shuffle is not Shuffling.none,
-        shuffle_block_size=config.shuffle_block_size if config.shuffle is Shuffling.block else None,
-    )
 
 
 class ValidationDataset(Dataset):
@@ -276,11 +267,6 @@ def check_validation_streams(
     locations = locate_streams(config.remote, config.local, streams, "validation", access=access, files=files)
     _check_locations(locations, image_sizes(streams, data.resolution), data, with_logvar, score_names)
     return locations
-
-
-def validation_streams(config: ValidationConfig, data: DataConfig) -> list[StreamConfig]:
-    """The streams of the validation data: those that are given, or those with the names and sizes of training's."""
-    return config.streams or [StreamConfig(name=stream.name, resolution=stream.resolution) for stream in data.streams]
 
 
 def _check_locations(

@@ -11,9 +11,8 @@ from tqdm import tqdm
 
 from diffusion.config.schema import Config
 from diffusion.datasets.bad_images import BadImage
-from diffusion.datasets.loader import order_settings
 from diffusion.datasets.mds import INDEX, SampleDecoder, read_shard, read_shards
-from diffusion.datasets.sample_order import GlobalOrder, stream_shapes
+from diffusion.datasets.sample_order import GlobalOrder, order_settings, stream_shapes
 from diffusion.datasets.streams import StreamLocation, Substitutes, find_substitutes, locate_streams
 from diffusion.errors import DataError
 

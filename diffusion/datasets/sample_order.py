@@ -24,17 +24,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from diffusion.config.data import Mixing, StreamConfig, legal_world_sizes
+from diffusion.config.data import DataConfig, Mixing, Shuffling, StreamConfig, legal_world_sizes
 from diffusion.datasets.balanced import MAX_TOTAL, BalancedSequence, Integers, permutation, raw_words
 from diffusion.errors import ConfigurationError
-from diffusion.randomness import NUM_INDEX_BITS, NUM_OCCURRENCE_BITS, sample_address
 
 if TYPE_CHECKING:  # The order reads no files.
     from diffusion.datasets.streams import StreamLocation
+
+NUM_STREAM_BITS, NUM_OCCURRENCE_BITS, NUM_INDEX_BITS = 10, 13, 40
+"""Together 63 bits: 1,024 streams of 1.1e12 samples, each drawn up to 8,192 times an epoch."""
 
 ORDER_VERSION = 1
 """Part of the fingerprint: increase it with every change by which the same settings give another order."""
@@ -47,6 +49,20 @@ MIN_PIECES_TO_CUT = 4
 
 _SHARDS, _PIECES, _BLOCK, _STAGGER, _OFFSET = range(5)
 """Purposes in the keys of random numbers."""
+
+
+def sample_address(stream: Any, index: Any, occurrence: Any = 0) -> Any:
+    """Pack the identity of a sample into one non-negative int64.
+
+    Args:
+        stream: index of the stream in the configuration, below 1,024.
+        index: position of the sample in its stream, below 2^40.
+        occurrence: how often the sample came before in the same epoch (repeated streams), below 8,192.
+
+    Returns:
+        The address: distinct for distinct arguments; an int64 tensor if any argument is one.
+    """
+    return (stream << (NUM_OCCURRENCE_BITS + NUM_INDEX_BITS)) | (occurrence << NUM_INDEX_BITS) | index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +115,19 @@ class OrderSettings:
     def num_lanes(self) -> int:
         """L: parts of the global batch that read shards of their own."""
         return math.gcd(self.global_batch_size // self.unit_size, self.num_canonical_nodes)
+
+
+def order_settings(config: DataConfig, seed: int) -> OrderSettings:
+    """Settings of the order of samples."""
+    return OrderSettings(
+        seed=seed,
+        global_batch_size=config.global_batch_size,
+        num_canonical_nodes=config.num_canonical_nodes,
+        mixing=config.mixing,
+        group_size=config.group_size,
+        shuffle=config.shuffle is not Shuffling.none,
+        shuffle_block_size=config.shuffle_block_size if config.shuffle is Shuffling.block else None,
+    )
 
 
 class Slots(NamedTuple):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusion import storage
-from diffusion.config.data import StreamConfig
+from diffusion.config.data import DataConfig, StreamConfig, ValidationConfig
 from diffusion.datasets.manifest import DAMAGED, MANIFEST, REMOVED_SAMPLES, SCAN, WORK, has_srgb_conversion
 from diffusion.datasets.mds import INDEX
 from diffusion.errors import DataError, MachineError
@@ -54,6 +54,11 @@ class StreamLocation:
     def source(self) -> str:
         """Folder or URL of the original."""
         return self.remote or self.local
+
+
+def validation_streams(config: ValidationConfig, data: DataConfig) -> list[StreamConfig]:
+    """The streams of the validation data: those that are given, or those with the names and sizes of training's."""
+    return config.streams or [StreamConfig(name=stream.name, resolution=stream.resolution) for stream in data.streams]
 
 
 def locate_streams(

@@ -22,9 +22,8 @@ from diffusion.errors import ConfigurationError
 from diffusion.formats.run_folder import CHECKPOINTS, checkpoint_folder, is_run
 from diffusion.operations.costs import StartCosts
 from diffusion.operations.runs import absolute, checkpoints_of
+from diffusion.planning.amounts import SECONDS_PER_DAY, located_streams
 from diffusion.planning.fleets import DAYS_PER_MONTH, sum_known
-from diffusion.planning.plan import SECONDS_PER_DAY
-from diffusion.planning.storage import located_streams
 from diffusion.storage import Access, StoredFile, is_url, join
 
 _MANY_USERS = 3

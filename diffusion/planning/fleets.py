@@ -15,8 +15,8 @@ from diffusion.config.data import ImageSize
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.config.schema import Config, Task
 from diffusion.errors import ConfigurationError
+from diffusion.planning.amounts import SECONDS_PER_DAY
 from diffusion.planning.plan import (
-    SECONDS_PER_DAY,
     UNKNOWN,
     Plan,
     largest_microbatch,

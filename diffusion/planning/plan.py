@@ -13,12 +13,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion.config import fields
-from diffusion.config.checks import num_batches
 from diffusion.config.data import ImageSize
 from diffusion.config.loading import to_yaml
 from diffusion.config.schema import Config, Task
 from diffusion.models.architectures import ARCHITECTURES, text_shape
 from diffusion.models.flops import count_flops
+from diffusion.planning.amounts import Amounts, EpochPlan, StreamPlan, plan_amounts, plan_epoch
 from diffusion.planning.memory import (
     CUDA_BYTES,
     USABLE_MEMORY,
@@ -32,17 +32,8 @@ from diffusion.planning.memory import (
     parse_model,
     plan_memory,
 )
-from diffusion.planning.storage import (
-    CheckpointPlan,
-    EpochPlan,
-    StreamPlan,
-    TierPlan,
-    plan_checkpoints,
-    plan_epoch,
-    plan_tiers,
-)
+from diffusion.planning.storage import CheckpointPlan, TierPlan, plan_checkpoints, plan_tiers
 
-SECONDS_PER_DAY = 86400
 UNKNOWN = "unknown"
 
 ASSUMPTIONS = [
@@ -57,14 +48,9 @@ ASSUMPTIONS = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Amounts):
     """Time, operations and memory of a run. None: unknown."""
 
-    run_name: str
-    num_iterations: int
-    global_batch_size: int
-    num_images: int
-    num_ranks: int
     num_parameters: int
     """Trained parameters."""
 
@@ -78,11 +64,6 @@ class Plan:
     memory: MemoryPlan
     tiers: TierPlan
     checkpoints: CheckpointPlan
-    images_per_second: float | None
-    days: float | None
-    gpu_hours: float | None
-    cost: float | None
-    """In dollars."""
 
 
 def plan_run(config: Config, *, world_size: int = 1, counts: ParameterCounts | None = None) -> Plan:
@@ -97,21 +78,14 @@ def plan_run(config: Config, *, world_size: int = 1, counts: ParameterCounts | N
         ConfigurationError: `trainer.max_duration` is not a number of batches.
     """
     counts = parameter_counts(config) if counts is None else counts
-    num_iterations, num_ranks = num_batches(config), config.plan.num_gpus or world_size
-    num_images = num_iterations * config.data.global_batch_size
-    throughput, price = config.plan.images_per_second, config.plan.price_per_gpu_hour
-    days = num_images / throughput / SECONDS_PER_DAY if throughput else None
-    gpu_hours = days * 24 * num_ranks if days is not None else None
+    amounts = plan_amounts(config, world_size=world_size)
+    num_images, num_ranks = amounts.num_images, amounts.num_ranks
     epoch = plan_epoch(config, num_images)
     samples = [stream.num_samples for stream in epoch.streams]
     known = [count for count in samples if count is not None]
     num_samples = sum(known) if samples and len(known) == len(samples) else config.plan.num_samples
     return Plan(
-        run_name=config.run_name,
-        num_iterations=num_iterations,
-        global_batch_size=config.data.global_batch_size,
-        num_images=num_images,
-        num_ranks=num_ranks,
+        **vars(amounts),
         num_parameters=counts.trained,
         training_flops=training_flops(config, largest_size(config)),
         num_samples=num_samples,
@@ -119,10 +93,6 @@ def plan_run(config: Config, *, world_size: int = 1, counts: ParameterCounts | N
         memory=plan_memory(config, counts, num_ranks),
         tiers=plan_tiers(config, num_ranks=num_ranks, num_images=num_images, num_samples=num_samples),
         checkpoints=plan_checkpoints(config, counts),
-        images_per_second=throughput,
-        days=days,
-        gpu_hours=gpu_hours,
-        cost=gpu_hours * price if gpu_hours is not None and price is not None else None,
     )
 
 

@@ -1,26 +1,17 @@
-"""Data and checkpoints of a run: epochs of its streams, bytes in the store, on the disk of a node and in its memory."""
+"""Data and checkpoints of a run: bytes in the store, on the disk of a node and in its memory."""
 
 import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-
-import numpy as np
-from omegaconf import MISSING
+from dataclasses import dataclass
 
 from diffusion.checkpointing.layout import kept_steps
 from diffusion.config.checks import num_batches, steps_of
-from diffusion.config.data import DataConfig, ImageSize, Representation, StreamConfig
+from diffusion.config.data import DataConfig, ImageSize, Representation
 from diffusion.config.fields import parse_size
 from diffusion.config.model import Posterior
 from diffusion.config.schema import Config
 from diffusion.config.training import NumberFormat
-from diffusion.datasets.loader import order_settings, validation_streams
-from diffusion.datasets.mds import read_shards
-from diffusion.datasets.sample_order import GlobalOrder, stream_shapes
-from diffusion.datasets.streams import StreamLocation, locate_streams
-from diffusion.errors import ConfigurationError, DataError
+from diffusion.datasets.sample_order import order_settings
 from diffusion.models.architectures import ARCHITECTURES, latent_channels, text_shape
 from diffusion.planning.memory import (
     ADAM_BYTES,
@@ -30,133 +21,8 @@ from diffusion.planning.memory import (
     average_bytes,
     largest_size,
 )
-from diffusion.storage import is_url
 
 PLACEMENT_NUMBERS = 6
-
-
-# Streams
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamPlan:
-    """Exposure of one stream. None: unknown."""
-
-    name: str
-    num_samples: int | None
-    """Samples in its index; None where it cannot be read here."""
-
-    share: float | None
-    """Share of the run's images."""
-
-    epochs: float | None
-    """Mean number of times that each sample is seen."""
-
-    draws: int | None = None
-    """Samples of an epoch before it is cut to whole global batches (and groups)."""
-
-    dropped: int | None = None
-    """Samples that are cut off in the first epoch; others in each."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpochPlan:
-    """Streams and length of an epoch."""
-
-    streams: list[StreamPlan]
-    num_steps: int | None = None
-    """Whole global batches; None where a stream is unknown."""
-
-    problem: str | None = None
-    """Why there is no such epoch."""
-
-
-def plan_epoch(config: Config, num_images: int) -> EpochPlan:
-    """Compute the exposure of each stream.
-
-    Args:
-        config: the configuration; locations may be missing (`???`).
-        num_images: images of the run.
-    """
-    data = config.data
-    if config.plugins.train_dataset is not None or not isinstance(data.streams, list):
-        return EpochPlan(streams=[])
-    shards: list[np.ndarray | None] = [None] * len(data.streams)
-    if MISSING not in (data.local, data.remote):
-        shards = [_samples_per_shard(one) for one in locate_streams(data.remote, data.local, data.streams)]
-    counts = [None if one is None else int(one.sum()) for one in shards]
-    plans = [
-        StreamPlan(
-            name=stream.name,
-            num_samples=count,
-            share=share,
-            epochs=share * num_images / count if share is not None and count else None,
-        )
-        for stream, count, share in zip(data.streams, counts, _shares(data.streams, counts), strict=True)
-    ]
-    known = [one for one in shards if one is not None]
-    if len(known) < len(shards):
-        return EpochPlan(streams=plans)
-    shapes = stream_shapes(data.streams, known)
-    try:
-        epoch = GlobalOrder(shapes, order_settings(data, config.seed)).epoch(0)
-    except ConfigurationError as error:
-        return EpochPlan(streams=plans, problem=str(error))
-    plans = [
-        replace(plan, draws=shape.draws, dropped=lost)
-        for plan, shape, lost in zip(plans, shapes, epoch.dropped, strict=True)
-    ]
-    return EpochPlan(streams=plans, num_steps=epoch.num_steps)
-
-
-def located_streams(config: Config) -> dict[str, list[StreamLocation]]:
-    """The streams of the training and the validation data by key, without those that are missing or of a plug-in."""
-    sections = {}
-    if config.plugins.train_dataset is None and isinstance(config.data.streams, list):
-        sections["data.streams"] = (config.data, config.data.streams)
-    if config.validation is not None and (config.validation.streams or "data.streams" in sections):
-        sections["validation.streams"] = (config.validation, validation_streams(config.validation, config.data))
-    return {
-        key: locate_streams(section.remote, section.local, streams)
-        for key, (section, streams) in sections.items()
-        if MISSING not in (section.local, section.remote)
-    }
-
-
-def absent_streams(config: Config) -> dict[str, str]:
-    """Folders of data that the configuration names and that are not on this machine: by key, a sentence."""
-    absent = {}
-    for key, streams in located_streams(config).items():
-        sources = [stream.source for stream in streams]
-        if folders := [source for source in sources if not is_url(source) and not Path(source).is_dir()]:
-            absent[key] = f"not on this machine: {', '.join(folders)}"
-    return absent
-
-
-def _samples_per_shard(location: StreamLocation) -> np.ndarray | None:
-    """Samples per shard of a stream; None where its index cannot be read on this machine."""
-    for folder in (location.remote, location.local):
-        if folder and not is_url(folder):
-            try:
-                return np.array([shard.num_samples for shard in read_shards(Path(folder).expanduser())], np.int64)
-            except (OSError, DataError):
-                continue
-    return None
-
-
-def _shares(streams: Sequence[StreamConfig], counts: Sequence[int | None]) -> list[float | None]:
-    """Share of each stream in the run's images."""
-    weights = [stream.proportion for stream in streams]
-    if None in weights:
-        repeats = [1.0 if stream.repeat is None else stream.repeat for stream in streams]
-        weights = [None if count is None else repeat * count for repeat, count in zip(repeats, counts, strict=True)]
-    known = [weight for weight in weights if weight is not None]
-    if len(known) < len(weights) or not sum(known):
-        return [None] * len(weights)
-    return [weight / sum(known) for weight in known]
-
-
-# Tiers: the store, the disk of a node, its shared memory
 
 
 @dataclass(frozen=True, kw_only=True)

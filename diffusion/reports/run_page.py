@@ -17,8 +17,7 @@ from PIL import Image
 from diffusion.errors import DataError
 from diffusion.evaluation.protocol import Result, is_of_category, protocol_hash
 from diffusion.formats.run_folder import STALL, TRAIN_LOSS
-from diffusion.planning.plan import plan_run
-from diffusion.planning.storage import plan_epoch
+from diffusion.planning.amounts import plan_amounts, plan_epoch
 from diffusion.reports.figures import (
     COLOURS,
     DARK,
@@ -119,7 +118,7 @@ def plan_table(run: Run) -> pd.DataFrame | None:
     """Planned and actual amounts; None for the configuration of another version."""
     if run.config is None:
         return None
-    plan = plan_run(run.config, world_size=run.starts[-1].world_size if run.starts else 1)
+    plan = plan_amounts(run.config, world_size=run.starts[-1].world_size if run.starts else 1)
     price = run.config.plan.price_per_gpu_hour
     hours, gpu_hours = (run.wall_hours, run.gpu_hours) if run.starts else (None, None)
     cost = gpu_hours * price if price is not None and gpu_hours is not None else None

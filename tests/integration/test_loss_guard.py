@@ -14,6 +14,7 @@ from composer.utils import dist
 from diffusion.callbacks.guards import SKIPPED, LossGuard, RolledBackError
 from diffusion.checkpointing.read import StoredState
 from diffusion.config.operations import GuardConfig
+from diffusion.datasets.sample_order import sample_address
 from diffusion.formats.run_folder import (
     ROLLBACK,
     ROLLBACKS,
@@ -24,7 +25,6 @@ from diffusion.formats.run_folder import (
     series,
 )
 from diffusion.operations.heartbeats import Phase, read_heartbeats
-from diffusion.randomness import sample_address
 from diffusion.trainer import HostNumber
 from tests.integration.test_failures import latents
 from tests.tools.runs import losses

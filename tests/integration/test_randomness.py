@@ -3,15 +3,8 @@ import math
 import pytest
 import torch
 
-from diffusion.randomness import (
-    Purpose,
-    bernoulli,
-    normal,
-    philox,
-    random_words,
-    sample_address,
-    uniform,
-)
+from diffusion.datasets.sample_order import sample_address
+from diffusion.randomness import Purpose, bernoulli, normal, philox, random_words, uniform
 
 NUM = 4096
 SAMPLES = torch.arange(NUM)

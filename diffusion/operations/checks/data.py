@@ -24,7 +24,6 @@ from diffusion.datasets.loader import (
     check_validation_streams,
     train_loader,
     validation_dataset,
-    validation_streams,
 )
 from diffusion.datasets.mds import INDEX, check_shard, read_index, read_shards
 from diffusion.datasets.streams import (
@@ -34,6 +33,7 @@ from diffusion.datasets.streams import (
     find_manifest,
     locate_streams,
     read_files,
+    validation_streams,
 )
 from diffusion.distributed import agree, broadcast, local_rank, local_world_size, on_first_rank, world_size
 from diffusion.errors import ConfigurationError, DataError, MachineError, UserError

@@ -12,9 +12,10 @@ from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.dataset import TrainingDataset
 from diffusion.datasets.loader import BatchLoader, train_loader
 from diffusion.datasets.mds import SampleDecoder, ShardFiles, read_shard_index, read_shards, write_index
+from diffusion.datasets.sample_order import NUM_INDEX_BITS, NUM_OCCURRENCE_BITS, sample_address
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
-from diffusion.randomness import NUM_INDEX_BITS, NUM_OCCURRENCE_BITS, Purpose, random_word, sample_address
+from diffusion.randomness import Purpose, random_word
 from tests.tools.written_data import (
     PREPARED,
     data_config,

@@ -11,6 +11,8 @@ import pytest
 from diffusion.config.data import Mixing, legal_world_sizes
 from diffusion.datasets.balanced import BalancedSequence, floor_sum, permutation
 from diffusion.datasets.sample_order import (
+    NUM_INDEX_BITS,
+    NUM_OCCURRENCE_BITS,
     EpochOrder,
     GlobalOrder,
     OrderSettings,
@@ -20,7 +22,6 @@ from diffusion.datasets.sample_order import (
     draws_per_stream,
 )
 from diffusion.errors import ConfigurationError
-from diffusion.randomness import NUM_INDEX_BITS, NUM_OCCURRENCE_BITS
 
 WORLDS = [1, 2, 4, 8, 16, 32, 64, 128]
 MIXINGS = [

@@ -4,8 +4,9 @@ import torch
 from PIL import Image
 
 from diffusion.config.data import Crop, ImageSize
+from diffusion.datasets.sample_order import sample_address
 from diffusion.datasets.transforms import ImageTransform
-from diffusion.randomness import Purpose, random_word, random_words, sample_address
+from diffusion.randomness import Purpose, random_word, random_words
 from tests.tools.written_data import smooth_image
 
 

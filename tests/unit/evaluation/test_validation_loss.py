@@ -6,11 +6,11 @@ import torch
 from diffusion.composer_models import LatentDiffusionTraining
 from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, PredictionType
 from diffusion.datasets.batch import BatchKey
+from diffusion.datasets.sample_order import sample_address
 from diffusion.evaluation.validation_loss import measure_caption_use, with_shifted_captions
 from diffusion.models.build import build_parts
 from diffusion.models.latent_diffusion import timestep_bins
 from diffusion.models.metrics import ValidationMean
-from diffusion.randomness import sample_address
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ from diffusion.config.training import (
     Precision,
     TrainerConfig,
 )
+from diffusion.planning.amounts import absent_streams
 from diffusion.planning.memory import ParameterCounts
 from diffusion.planning.plan import Plan, format_plan, plan_run
-from diffusion.planning.storage import absent_streams
 
 NUM_PARAMETERS = 865_910_724
 

@@ -1,0 +1,181 @@
+"""What needs no model: images, time and cost of a run, and the exposure of its streams."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from omegaconf import MISSING
+
+from diffusion.config.checks import num_batches
+from diffusion.config.data import StreamConfig
+from diffusion.config.schema import Config
+from diffusion.datasets.mds import read_shards
+from diffusion.datasets.sample_order import GlobalOrder, order_settings, stream_shapes
+from diffusion.datasets.streams import StreamLocation, locate_streams, validation_streams
+from diffusion.errors import ConfigurationError, DataError
+from diffusion.storage import is_url
+
+SECONDS_PER_DAY = 86400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Amounts:
+    """Images, time and cost of a run. None: unknown."""
+
+    run_name: str
+    num_iterations: int
+    global_batch_size: int
+    num_images: int
+    num_ranks: int
+    images_per_second: float | None
+    days: float | None
+    gpu_hours: float | None
+    cost: float | None
+    """In dollars."""
+
+
+def plan_amounts(config: Config, *, world_size: int = 1) -> Amounts:
+    """Compute images, time and cost of a run.
+
+    Args:
+        config: the configuration; locations may be missing (`???`).
+        world_size: number of ranks, which `plan.num_gpus` replaces.
+
+    Raises:
+        ConfigurationError: `trainer.max_duration` is not a number of batches.
+    """
+    num_iterations, num_ranks = num_batches(config), config.plan.num_gpus or world_size
+    num_images = num_iterations * config.data.global_batch_size
+    throughput, price = config.plan.images_per_second, config.plan.price_per_gpu_hour
+    days = num_images / throughput / SECONDS_PER_DAY if throughput else None
+    gpu_hours = days * 24 * num_ranks if days is not None else None
+    return Amounts(
+        run_name=config.run_name,
+        num_iterations=num_iterations,
+        global_batch_size=config.data.global_batch_size,
+        num_images=num_images,
+        num_ranks=num_ranks,
+        images_per_second=throughput,
+        days=days,
+        gpu_hours=gpu_hours,
+        cost=gpu_hours * price if gpu_hours is not None and price is not None else None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamPlan:
+    """Exposure of one stream. None: unknown."""
+
+    name: str
+    num_samples: int | None
+    """Samples in its index; None where it cannot be read here."""
+
+    share: float | None
+    """Share of the run's images."""
+
+    epochs: float | None
+    """Mean number of times that each sample is seen."""
+
+    draws: int | None = None
+    """Samples of an epoch before it is cut to whole global batches (and groups)."""
+
+    dropped: int | None = None
+    """Samples that are cut off in the first epoch; others in each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochPlan:
+    """Streams and length of an epoch."""
+
+    streams: list[StreamPlan]
+    num_steps: int | None = None
+    """Whole global batches; None where a stream is unknown."""
+
+    problem: str | None = None
+    """Why there is no such epoch."""
+
+
+def plan_epoch(config: Config, num_images: int) -> EpochPlan:
+    """Compute the exposure of each stream.
+
+    Args:
+        config: the configuration; locations may be missing (`???`).
+        num_images: images of the run.
+    """
+    data = config.data
+    if config.plugins.train_dataset is not None or not isinstance(data.streams, list):
+        return EpochPlan(streams=[])
+    shards: list[np.ndarray | None] = [None] * len(data.streams)
+    if MISSING not in (data.local, data.remote):
+        shards = [_samples_per_shard(one) for one in locate_streams(data.remote, data.local, data.streams)]
+    counts = [None if one is None else int(one.sum()) for one in shards]
+    plans = [
+        StreamPlan(
+            name=stream.name,
+            num_samples=count,
+            share=share,
+            epochs=share * num_images / count if share is not None and count else None,
+        )
+        for stream, count, share in zip(data.streams, counts, _shares(data.streams, counts), strict=True)
+    ]
+    known = [one for one in shards if one is not None]
+    if len(known) < len(shards):
+        return EpochPlan(streams=plans)
+    shapes = stream_shapes(data.streams, known)
+    try:
+        epoch = GlobalOrder(shapes, order_settings(data, config.seed)).epoch(0)
+    except ConfigurationError as error:
+        return EpochPlan(streams=plans, problem=str(error))
+    plans = [
+        replace(plan, draws=shape.draws, dropped=lost)
+        for plan, shape, lost in zip(plans, shapes, epoch.dropped, strict=True)
+    ]
+    return EpochPlan(streams=plans, num_steps=epoch.num_steps)
+
+
+def located_streams(config: Config) -> dict[str, list[StreamLocation]]:
+    """The streams of the training and the validation data by key, without those that are missing or of a plug-in."""
+    sections = {}
+    if config.plugins.train_dataset is None and isinstance(config.data.streams, list):
+        sections["data.streams"] = (config.data, config.data.streams)
+    if config.validation is not None and (config.validation.streams or "data.streams" in sections):
+        sections["validation.streams"] = (config.validation, validation_streams(config.validation, config.data))
+    return {
+        key: locate_streams(section.remote, section.local, streams)
+        for key, (section, streams) in sections.items()
+        if MISSING not in (section.local, section.remote)
+    }
+
+
+def absent_streams(config: Config) -> dict[str, str]:
+    """Folders of data that the configuration names and that are not on this machine: by key, a sentence."""
+    absent = {}
+    for key, streams in located_streams(config).items():
+        sources = [stream.source for stream in streams]
+        if folders := [source for source in sources if not is_url(source) and not Path(source).is_dir()]:
+            absent[key] = f"not on this machine: {', '.join(folders)}"
+    return absent
+
+
+def _samples_per_shard(location: StreamLocation) -> np.ndarray | None:
+    """Samples per shard of a stream; None where its index cannot be read on this machine."""
+    for folder in (location.remote, location.local):
+        if folder and not is_url(folder):
+            try:
+                return np.array([shard.num_samples for shard in read_shards(Path(folder).expanduser())], np.int64)
+            except (OSError, DataError):
+                continue
+    return None
+
+
+def _shares(streams: Sequence[StreamConfig], counts: Sequence[int | None]) -> list[float | None]:
+    """Share of each stream in the run's images."""
+    weights = [stream.proportion for stream in streams]
+    if None in weights:
+        repeats = [1.0 if stream.repeat is None else stream.repeat for stream in streams]
+        weights = [None if count is None else repeat * count for repeat, count in zip(repeats, counts, strict=True)]
+    known = [weight for weight in weights if weight is not None]
+    if len(known) < len(weights) or not sum(known):
+        return [None] * len(weights)
+    return [weight / sum(known) for weight in known]
