@@ -1,4 +1,4 @@
-"""What needs no model: images, time and cost of a run, and the exposure of its streams."""
+"""Images, time and cost of a run, and the exposure of its streams; needs no model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -93,7 +93,7 @@ class EpochPlan:
     """Whole global batches; None where a stream is unknown."""
 
     problem: str | None = None
-    """Why there is no such epoch."""
+    """Reason for which there is no epoch."""
 
 
 def plan_epoch(config: Config, num_images: int) -> EpochPlan:

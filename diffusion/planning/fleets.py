@@ -34,6 +34,9 @@ from diffusion.planning.published import (
 
 DAYS_PER_MONTH = 365.25 / 12
 
+NAMES = {"fleet", "run", "nodes"}
+"""Columns that say what a row is about."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
@@ -421,7 +424,7 @@ def format_budgets(budgets: Sequence[Budget], failures: Failures) -> str:
         "Data and checkpoints": [_data_row(plan) for plan in plans],
         "Tiers of storage": [_tier_row(run) for budget in budgets for run in budget.runs],
     }
-    parts = [f"{title}\n{_table(rows)}\n" for title, rows in tables.items()]
+    parts = [f"{title}\n{table}\n" for title, rows in tables.items() if (table := _table(rows))]
     notes = f"""Assumed
   - Images per second at other resolutions and of other networks go by floating-point operations.
   - Interval of checkpoints: for one failure in {failures.gpu_hours_between:,.0f} GPU-hours and stalls of \
@@ -438,8 +441,10 @@ def format_budgets(budgets: Sequence[Budget], failures: Failures) -> str:
 
 
 def _table(rows: Sequence[dict[str, str]]) -> str:
+    """Text of a table without unknown columns; empty if only `NAMES` are left."""
     table = pd.DataFrame(rows)
-    return table.loc[:, (table != UNKNOWN).any()].to_string(index=False)
+    table = table.loc[:, (table != UNKNOWN).any()]
+    return "" if NAMES.issuperset(table.columns) else table.to_string(index=False)
 
 
 def _cost_row(budget: Budget) -> dict[str, str]:

@@ -151,18 +151,21 @@ def format_plan(plan: Plan, missing: Mapping[str, str] | None = None) -> str:
         ("largest microbatch", largest_microbatch(plan)),
         ("data", _data(plan)),
         ("tier, store", _store(plan)),
-        (
-            "tier, local disk",
-            f"{size_text(tiers.node_bytes)} per node, with data.cache_limit {size_text(tiers.disk_bytes)}",
-        ),
+        ("tier, local disk", _disk(plan)),
         ("tier, shared memory", f"{size_text(tiers.memory_bytes)} per node of batches that are ready"),
         ("checkpoint", size_text(checkpoints.largest_bytes)),
-        ("checkpoints kept", f"{shown(checkpoints.num_kept, '{:,}')}, together {size_text(checkpoints.kept_bytes)}"),
+        (
+            "checkpoints kept",
+            shown(checkpoints.num_kept, f"{{:,}}, together {size_text(checkpoints.kept_bytes)}"),
+        ),
     ]
     if checkpoints.average_file_bytes:
         number, size = checkpoints.num_average_files, checkpoints.average_file_bytes
-        total = size_text(number * size if number is not None else None)
-        rows.append(("averages stored", f"{shown(number, '{:,}')} files of {size_text(size)}, together {total}"))
+        text = (
+            UNKNOWN if number is None else f"{number:,} files of {size_text(size)}, together {size_text(number * size)}"
+        )
+        rows.append(("averages stored", text))
+    rows = [(name, text) for name, text in rows if text != UNKNOWN]
     width = max(len(name) for name, _ in rows)
     lines = [f"Plan of {plan.run_name}", *(f"  {name:<{width}}  {text}" for name, text in rows)]
     if missing:
@@ -215,14 +218,24 @@ def _operations(plan: Plan) -> str:
 
 
 def _data(plan: Plan) -> str:
-    sample = shown(plan.tiers.sample_bytes, "{:,} bytes per sample", "plan.image_kb")
-    return (
-        f"{sample}, {shown(plan.num_samples, '{:,} samples', 'plan.num_samples')}, {size_text(plan.tiers.data_bytes)}"
-    )
+    numbers = {
+        "plan.image_kb": shown(plan.tiers.sample_bytes, "{:,} bytes per sample"),
+        "plan.num_samples": shown(plan.num_samples, "{:,} samples"),
+    }
+    if missing := [key for key, text in numbers.items() if text == UNKNOWN]:
+        return f"{UNKNOWN} (set {' and '.join(missing)})"
+    return ", ".join([*numbers.values(), size_text(plan.tiers.data_bytes)])
+
+
+def _disk(plan: Plan) -> str:
+    whole, limited = size_text(plan.tiers.node_bytes), size_text(plan.tiers.disk_bytes)
+    return whole if whole == UNKNOWN else f"{whole} per node, with data.cache_limit {limited}"
 
 
 def _store(plan: Plan) -> str:
     tiers = plan.tiers
+    if tiers.fetched_bytes is None:
+        return UNKNOWN
     if tiers.fetched_bytes == 0:
         return "none: without data.remote nothing is fetched, and data.local holds everything on each node"
     later = "the same" if tiers.epoch_bytes else "nothing"
