@@ -17,10 +17,10 @@ from diffusion.launch import CommandParser, run_command
 GUIDANCE_SCALE, NUM_INFERENCE_STEPS = 2.0, 25
 NUM_IMAGES = 12_000
 SHARES = ("0.4", "0.6", "0")
-"""Of scenes with one object, two objects and a group."""
+"""Shares of the scenes with one object, two objects and a group."""
 
 LEAST_RIGHT = {"single": {"colour": 0.9, "shape": 0.9}, "pairs": {"colour": 0.9, "shape": 0.75, "relation": 0.75}}
-"""Least shares of right images of one and of two objects, after training on `NUM_IMAGES` images."""
+"""Minimum shares of right images of one and of two objects, after training on `NUM_IMAGES` images."""
 LOGGERS = ["loggers.tensorboard=true", "loggers.wandb={offline: true}"]
 
 

@@ -59,7 +59,7 @@ TRIANGLE_OFFSET = 1.25 / 4
 """Distance from the centre of a triangle's bounding box, which is its position, to its centroid, in radii."""
 SUPERSAMPLING = 4
 MARGIN = 0.03
-"""Least distance from an object to the border."""
+"""Minimum distance from an object to the border."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -37,13 +37,13 @@ BORDER = 0.04
 MIN_AREA = 0.01
 """Smallest object, as a fraction of the image; the smallest that the data set draws has 0.06."""
 MIN_CONTRAST = 40.0
-"""Least distance in RGB (0 to 255) between an object's middle and the background."""
+"""Minimum distance in RGB (0 to 255) between an object's middle and the background."""
 MIN_COVERAGE = 0.5
-"""Where on the line from the background (0) to the object's colour (1) an object begins."""
+"""Share of the object's colour in a pixel from which on it belongs to the object; the rest is background."""
 MIN_AGREEMENT = 0.7
-"""Least intersection over union of an object with a shape."""
+"""Minimum intersection over union of an object with a shape."""
 MAX_ASPECT = 1.6
-"""Most that an object may be stretched and still have a shape."""
+"""Maximum aspect ratio of an object with a shape."""
 STANDARD_SIDE = 24
 STANDARD_SPAN = 2.2
 """Half the side of the window of the standard outline, in standard deviations of the object's area."""

@@ -1,4 +1,4 @@
-"""Which process of a job this is, steps that all its processes take together, and the exit codes of each.
+"""Ranks of a job, steps that they take together, and exit codes.
 
 Torch is imported where there is a process group only: a mistake in a YAML file ends a command within a second.
 """
@@ -17,7 +17,7 @@ from diffusion.errors import UserError
 T = TypeVar("T")
 
 WORK_TIMEOUT = datetime.timedelta(days=1)
-"""How long the ranks of an evaluation or an encoding wait for the work of others."""
+"""Time-out of the ranks of an evaluation or an encoding that wait for the work of others."""
 
 USER_ERROR_EXIT_CODE = 2
 
@@ -29,7 +29,7 @@ INTERRUPTED_EXIT_CODE = 130
 """Exit code of a command that Ctrl-C ended, as in shells."""
 
 LONG_TIMEOUT = datetime.timedelta(hours=2)
-"""How long ranks wait for a step that reads or writes whole checkpoints."""
+"""Time-out of a step that reads or writes whole checkpoints."""
 
 CGROUP = Path("/sys/fs/cgroup")
 """Limits of a container (cgroup v2)."""

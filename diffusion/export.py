@@ -52,7 +52,7 @@ from diffusion.reports.tables import markdown_table
 logger = logging.getLogger(__name__)
 
 
-class Layout(str, Enum):
+class ExportLayout(str, Enum):
     """Names and files of weights."""
 
     diffusers = "diffusers"
@@ -81,7 +81,7 @@ def export(
     out: Path,
     *,
     weights: str = "raw",
-    layout: Layout = Layout.diffusers,
+    layout: ExportLayout = ExportLayout.diffusers,
     lora_only: bool = False,
     scores: Mapping[str, float] | None = None,
     paths: FrozenPaths | None = None,
@@ -111,9 +111,11 @@ def export(
     """
     if out.exists():
         raise ConfigurationError(f"{out} exists: remove it, or choose another path")
-    if layout is not Layout.diffusers and out.suffix != ".safetensors":
+    if layout is not ExportLayout.diffusers and out.suffix != ".safetensors":
         raise ConfigurationError(f"{out}: the layout {layout.value} is one file, called FILE.safetensors")
-    if lora_only and (layout is Layout.ldm or (layout is Layout.diffusers and out.suffix == ".safetensors")):
+    if lora_only and (
+        layout is ExportLayout.ldm or (layout is ExportLayout.diffusers and out.suffix == ".safetensors")
+    ):
         raise ConfigurationError(f"{out}: LoRA alone is a folder, or one file in the layout kohya")
     trained = read_trained(path, weights=weights, paths=paths)
     config = trained.config
@@ -123,15 +125,15 @@ def export(
     unnamed = ["a transformer"] if component != "unet" else []
     unnamed += [one.name_in_exports for one in find_ingredients(config.model) if one.name_in_exports]
     unnamed += ["a language model"] if config.model.text_encoder.path is not None else []
-    if layout is not Layout.diffusers and unnamed:
+    if layout is not ExportLayout.diffusers and unnamed:
         raise ConfigurationError(
             f"{path} has {unnamed[0]}, for which {layout.value} has no names: use the diffusers layout"
         )
-    if (lora_only or layout is Layout.kohya) and not has_lora(trained.weights):
+    if (lora_only or layout is ExportLayout.kohya) and not has_lora(trained.weights):
         raise ConfigurationError(f"{path} was trained without model.lora: export it as a whole")
     if lora_only and component == "transformer":
         raise ConfigurationError(f"{path} is a transformer, for which diffusers loads no LoRA: export it as a whole")
-    is_lora, scores = lora_only or layout is Layout.kohya, scores or {}
+    is_lora, scores = lora_only or layout is ExportLayout.kohya, scores or {}
     if is_lora and scores:
         raise ConfigurationError(f"{out}: LoRA alone has no place for scores: export {path} as a whole")
     if unknown := sorted(scores.keys() - {*config.model.score_names}):
@@ -168,17 +170,17 @@ def _without_ingredients(trained: Trained, scores: Mapping[str, float]) -> Train
     return replace(trained, weights=weights)
 
 
-def _single_file(trained: Trained, layout: Layout) -> dict[str, Tensor]:
+def _single_file(trained: Trained, layout: ExportLayout) -> dict[str, Tensor]:
     config = trained.config
     spec = ARCHITECTURES[config.model.architecture]
-    if layout is Layout.kohya:
+    if layout is ExportLayout.kohya:
         assert config.model.lora is not None
         with torch.device("meta"):
             network = build_network(config.model)
         assert isinstance(network, UNet2DConditionModel)
         names = unet_names(network) if spec.text_encoder_2 is not None else {}
         return kohya_layout(trained.part(spec.component, is_merged=False), config.model.lora, names)
-    if layout is Layout.diffusers:
+    if layout is ExportLayout.diffusers:
         return {name: tensor.contiguous() for name, tensor in trained.part(spec.component).items()}
     network, frozen = _parts(trained)
     assert isinstance(network, UNet2DConditionModel)

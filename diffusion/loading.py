@@ -51,7 +51,7 @@ class Trained:
     """Weights by their names in the model, as they were trained."""
 
     label: str = ""
-    """Which weights of the checkpoint: `raw`, `ema` ...; empty for a file."""
+    """Name of the weights in the checkpoint: `raw`, `ema` ...; empty for a file."""
 
     identities: Mapping[str, str] = field(default_factory=dict)
     """Identities of the frozen parts in training, as far as they are known."""

@@ -90,7 +90,7 @@ class ForbiddenFileError(_FileError, MachineError, PermissionError):
 
 
 class ChangedFileError(_FileError, DataError):
-    """A file has another version than the one that was asked for."""
+    """A file has another version than the requested one."""
 
 
 class UnavailableError(MachineError):
@@ -99,7 +99,7 @@ class UnavailableError(MachineError):
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """How a store is reached, and for how long a failure that may pass is tried again."""
+    """Access to a store: endpoint, credentials and time-outs."""
 
     endpoint_url: str | None = None
     """Address of an S3 store; None is `S3_ENDPOINT_URL`, or AWS."""

@@ -53,7 +53,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Export."""
     arguments = parse_arguments()
-    from diffusion.export import Layout, Licences, create_repository, export, push_to_hub
+    from diffusion.export import ExportLayout, Licences, create_repository, export, push_to_hub
 
     out, repository = arguments.out.expanduser(), arguments.push_to_hub
     if repository:
@@ -62,7 +62,7 @@ def main() -> None:
         arguments.checkpoint,
         out,
         weights=arguments.weights,
-        layout=Layout(arguments.layout),
+        layout=ExportLayout(arguments.layout),
         lora_only=arguments.lora,
         scores=dict(arguments.score),
         paths=frozen_paths(arguments),

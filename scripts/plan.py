@@ -114,7 +114,7 @@ def load_configs(words: Sequence[str], samples: Sequence[float] | None) -> list[
 
 
 def find_fleets(options: Namespace, configs: Sequence[Config]) -> "list[Fleet]":
-    """The fleets that were asked for."""
+    """The requested fleets."""
     from diffusion.planning.fleets import A100_FLEETS, fleets_from_benchmark, read_fleets
     from diffusion.planning.memory import parameter_counts
 

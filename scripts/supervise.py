@@ -21,7 +21,7 @@ from diffusion.errors import ConfigurationError
 from diffusion.launch import CommandParser, duration, positive, run_command
 
 if TYPE_CHECKING:
-    from diffusion.operations.hosts import Fleet
+    from diffusion.operations.hosts import HostPool
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -53,9 +53,9 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def read_fleet(options: argparse.Namespace) -> "Fleet | None":
+def read_fleet(options: argparse.Namespace) -> "HostPool | None":
     """Read the hosts that are available; None for a job of this machine."""
-    from diffusion.operations.hosts import HOSTS_PLACEHOLDER, Fleet, parse_host_names
+    from diffusion.operations.hosts import HOSTS_PLACEHOLDER, HostPool, parse_host_names
 
     if options.hosts is None:
         if any(one is not None for one in (options.nodes, options.ranks_per_host, options.grow_after)):
@@ -71,7 +71,7 @@ def read_fleet(options: argparse.Namespace) -> "Fleet | None":
             f"--hosts {options.hosts}: the command needs the word {HOSTS_PLACEHOLDER} in place of the hosts, as in "
             "launchers/ssh.sh {hosts} yamls/phase1.yaml"
         )
-    return Fleet(hosts=hosts, wanted=options.nodes, ranks_per_host=options.ranks_per_host)
+    return HostPool(hosts=hosts, wanted=options.nodes, ranks_per_host=options.ranks_per_host)
 
 
 def main() -> None:

@@ -1,1 +1,1 @@
-"""Which of two models people prefer, asked blind: pairs, votes, the page that asks, and the statistics."""
+"""Blind comparison of models by people: pairs, votes, the page of the raters, and the statistics."""

@@ -21,7 +21,7 @@ from apps.preference.statistics import (
     share_of_decided,
     wilson,
 )
-from apps.preference.store import QUESTIONS, Kind
+from apps.preference.store import QUESTIONS, ScreenKind
 from diffusion.files import csv_text, write_json
 from diffusion.reports.figures import COLOURS, GREY, plain, save_png, subplots, svg_uri
 from diffusion.reports.page import write_page
@@ -79,7 +79,7 @@ def make_report(votes: pd.DataFrame, models: Sequence[str], *, max_failed: float
     votes = preferred_models(votes)
     raters = _raters(votes, max_failed)
     valid = votes[votes["rater"].isin(raters.loc[raters["counts"], "rater"])]
-    pairs = valid[valid["kind"] == Kind.pair.value]
+    pairs = valid[valid["kind"] == ScreenKind.pair.value]
     categories = [
         {"category": name, **row}
         for name in sorted(set(pairs["category"]) - {""})
@@ -107,7 +107,7 @@ def preferred_models(votes: pd.DataFrame) -> pd.DataFrame:
 
 
 def _raters(votes: pd.DataFrame, max_failed: float) -> pd.DataFrame:
-    is_check = votes["kind"] == Kind.check.value
+    is_check = votes["kind"] == ScreenKind.check.value
     table = votes.assign(
         checks=is_check,
         failed=is_check & (votes[list(QUESTIONS)] < 0).any(axis=1),
@@ -179,7 +179,7 @@ def _win_matrices(votes: pd.DataFrame, question: str, num_models: int) -> Array:
 
 
 def _reliability(votes: pd.DataFrame, question: str) -> list[dict[str, Any]]:
-    pairs, repeats = (votes[votes["kind"] == kind.value] for kind in (Kind.pair, Kind.repeat))
+    pairs, repeats = (votes[votes["kind"] == kind.value] for kind in (ScreenKind.pair, ScreenKind.repeat))
     alpha = krippendorff_alpha(pd.crosstab(pairs["pair"], pairs[question]).to_numpy())
     num_shared = int((pairs["pair"].value_counts() > 1).sum())
     both = repeats.merge(pairs, on=["rater", "pair"], suffixes=("", "_before"))

@@ -60,7 +60,7 @@ _REPEAT_DISTANCE = 5
 """Least distance of a repeat from the first showing, in pairs, where there are enough pairs."""
 
 
-class Kind(str, Enum):
+class ScreenKind(str, Enum):
     """Purpose of a presentation."""
 
     pair = "pair"
@@ -93,7 +93,7 @@ class Presentation:
     """One screen of one rater."""
 
     id: str
-    kind: Kind
+    kind: ScreenKind
     item: int
     prompt: str
     first: int
@@ -205,7 +205,11 @@ class Store:
             if position >= len(kinds):
                 return None
             identifier, kind = secrets.token_urlsafe(12), kinds[position]
-            choose = {Kind.pair: self._choose_pair, Kind.repeat: self._choose_repeat, Kind.check: self._choose_check}
+            choose = {
+                ScreenKind.pair: self._choose_pair,
+                ScreenKind.repeat: self._choose_repeat,
+                ScreenKind.check: self._choose_check,
+            }
             pair, item, first, second = choose[kind](rater, kinds[:position].count(kind))
             self._connection.execute(
                 "INSERT INTO presentations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -272,7 +276,7 @@ class Store:
             self._connection.execute("BEGIN IMMEDIATE")
             yield
 
-    def _schedule(self, rater: str) -> list[Kind]:
+    def _schedule(self, rater: str) -> list[ScreenKind]:
         settings = self.settings
         return schedule(settings.seed, rater, self._num_pairs, settings.num_repeats, settings.num_checks)
 
@@ -288,7 +292,7 @@ class Store:
         if row is None:
             raise KeyError(identifier)
         kind, item, prompt, first, second = row
-        return Presentation(id=identifier, kind=Kind(kind), item=item, prompt=prompt, first=first, second=second)
+        return Presentation(id=identifier, kind=ScreenKind(kind), item=item, prompt=prompt, first=first, second=second)
 
     def _choose_pair(self, rater: str, number: int) -> tuple[int, int, int, int]:
         """Pair, item, first and second model of a pair that is new to the rater."""
@@ -318,7 +322,7 @@ class Store:
         return None, item, sides[0], sides[1]
 
 
-def schedule(seed: int, rater: str, num_pairs: int, num_repeats: int, num_checks: int) -> list[Kind]:
+def schedule(seed: int, rater: str, num_pairs: int, num_repeats: int, num_checks: int) -> list[ScreenKind]:
     """Order of the kinds that a rater is shown.
 
     Repeats, at most half as many as pairs, come in the second half; checks are spread evenly, each at a random position
@@ -326,12 +330,12 @@ def schedule(seed: int, rater: str, num_pairs: int, num_repeats: int, num_checks
     """
     draw = generator(seed, rater, "schedule")
     num_first = num_pairs - num_pairs // 2
-    second = [Kind.pair] * (num_pairs // 2) + [Kind.repeat] * min(num_repeats, num_pairs // 2)
+    second = [ScreenKind.pair] * (num_pairs // 2) + [ScreenKind.repeat] * min(num_repeats, num_pairs // 2)
     draw.shuffle(second)
-    kinds = [Kind.pair] * num_first + second
+    kinds = [ScreenKind.pair] * num_first + second
     length = len(kinds)
     for k in reversed(range(num_checks)):
-        kinds.insert(draw.randint(k * length // num_checks, (k + 1) * length // num_checks), Kind.check)
+        kinds.insert(draw.randint(k * length // num_checks, (k + 1) * length // num_checks), ScreenKind.check)
     return kinds
 
 

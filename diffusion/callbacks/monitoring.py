@@ -29,9 +29,9 @@ from diffusion.launch import exit_code
 from diffusion.operations import timeouts
 from diffusion.operations.checks.gpu import GpuMeter
 from diffusion.operations.costs import (
+    Activity,
     BudgetSpentError,
     CostsFile,
-    Kind,
     StartCosts,
     budget_left,
     mark_spent,
@@ -65,14 +65,14 @@ _NUM_STEPS = 50
 """Steps in the median of the step time."""
 
 _KINDS = {
-    Event.BEFORE_DATALOADER: Kind.data,
-    Event.AFTER_DATALOADER: Kind.training,
-    Event.BATCH_END: Kind.between,
-    Event.EVAL_START: Kind.evaluation,
-    Event.EVAL_END: Kind.between,
-    Event.FIT_END: Kind.between,
+    Event.BEFORE_DATALOADER: Activity.data,
+    Event.AFTER_DATALOADER: Activity.training,
+    Event.BATCH_END: Activity.between,
+    Event.EVAL_START: Activity.evaluation,
+    Event.EVAL_END: Activity.between,
+    Event.FIT_END: Activity.between,
 }
-"""Kind of time that begins with an event."""
+"""Activity of time that begins with an event."""
 
 WARNING_SHARE = 0.1
 """Share of an interval's step time above which waiting for data is worth a warning."""
@@ -216,7 +216,7 @@ class CostMeter(Callback):
         self._furthest = 0
         self._costs: StartCosts | None = None
         self._file: CostsFile | None = None
-        self._kind, self._since = Kind.starting, time.time()
+        self._kind, self._since = Activity.starting, time.time()
 
     @property
     def is_spent(self) -> bool:
@@ -279,7 +279,7 @@ class CostMeter(Callback):
         now, step = time.time(), state.timestamp.batch.value
         self._add(self._costs, now)
         is_repeated = event is Event.AFTER_DATALOADER and step < self._furthest
-        self._kind = Kind.repeated if is_repeated else _KINDS[event]
+        self._kind = Activity.repeated if is_repeated else _KINDS[event]
         if event is Event.BATCH_END:
             self._costs.reached = step
             self._costs.flops += _flops(state)

@@ -1,4 +1,4 @@
-"""Which checkpoint of a run is whole, and which is the newest.
+"""The newest whole checkpoint of a run.
 
 Whole means that all files are there and long enough, which is seen without reading them; `check_checkpoint` reads them.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from diffusion import storage
-from diffusion.checkpointing.layout import INDEX, batch_of, is_half_written, list_checkpoints, remove_copy
+from diffusion.checkpointing.layout import CHECKPOINT_INDEX, batch_of, is_half_written, list_checkpoints, remove_copy
 from diffusion.checkpointing.read import UnsafeCheckpointError, check_bytes, check_safe, read_index, stored_files
 from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoints
 from diffusion.errors import ConfigurationError, DataError
@@ -139,7 +139,7 @@ def resolve_checkpoint(location: str) -> Path:
     elsewhere = checkpoint_folder(path)
     if elsewhere and is_url(elsewhere):
         return _download(elsewhere.rstrip("/"))
-    if path.is_file() or (path / INDEX).is_file():
+    if path.is_file() or (path / CHECKPOINT_INDEX).is_file():
         if damage := find_damage(path):
             raise ConfigurationError(f"checkpoint {path} is not whole ({damage}): choose another one")
         return path

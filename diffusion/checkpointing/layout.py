@@ -16,7 +16,7 @@ from diffusion.files import PARTIAL
 
 log = logging.getLogger(__name__)
 
-INDEX = ".metadata"
+CHECKPOINT_INDEX = ".metadata"
 CHECKSUMS, CHECKSUM_KIND = "checksums.json", "xxh64"
 
 _NAME = re.compile(r"ep(\d+)-ba(\d+)(\.pt)?")
@@ -37,7 +37,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 def is_half_written(path: Path) -> bool:
     """Return whether the writing of a checkpoint was interrupted. One that is a file gets its name when it is whole."""
-    return path.is_dir() and not (path / INDEX).is_file()
+    return path.is_dir() and not (path / CHECKPOINT_INDEX).is_file()
 
 
 # Removal
@@ -46,7 +46,7 @@ def is_half_written(path: Path) -> bool:
 def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint, its index first: after an interruption the rest counts as half-written."""
     if path.is_dir():
-        (path / INDEX).unlink(missing_ok=True)
+        (path / CHECKPOINT_INDEX).unlink(missing_ok=True)
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.serialization import _get_layout
 from torch.torch_version import TorchVersion
 
-from diffusion.checkpointing.layout import CHECKSUM_KIND, CHECKSUMS, INDEX
+from diffusion.checkpointing.layout import CHECKPOINT_INDEX, CHECKSUM_KIND, CHECKSUMS
 from diffusion.config.model import Weights
 from diffusion.errors import DataError
 from diffusion.files import hash_file
@@ -126,7 +126,7 @@ def read_index(checkpoint: Path) -> Metadata:
         UnsafeCheckpointError: the index would run code, or names files outside of the folder.
         DataError: it is missing, damaged, or not an index.
     """
-    path = checkpoint / INDEX
+    path = checkpoint / CHECKPOINT_INDEX
     try:
         with path.open("rb") as file:
             index = _IndexUnpickler(file).load()
@@ -261,7 +261,7 @@ def check_bytes(checkpoint: Path) -> None:
         DataError: its bytes have changed.
     """
     if checkpoint.is_dir():
-        _check_checksums(checkpoint, {INDEX, *stored_files(read_index(checkpoint))})
+        _check_checksums(checkpoint, {CHECKPOINT_INDEX, *stored_files(read_index(checkpoint))})
         return
     try:
         with zipfile.ZipFile(checkpoint) as archive:

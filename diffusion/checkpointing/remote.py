@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion import storage
-from diffusion.checkpointing.layout import CHECKSUMS, INDEX, batch_of
+from diffusion.checkpointing.layout import CHECKPOINT_INDEX, CHECKSUMS, batch_of
 from diffusion.checkpointing.read import read_index, stored_files
 from diffusion.errors import DataError
 from diffusion.files import PARTIAL
@@ -27,7 +27,7 @@ READ_TIMEOUT = 120.0
 
 _PARALLEL_DOWNLOADS = 4
 
-_LAST = (CHECKSUMS, INDEX)
+_LAST = (CHECKSUMS, CHECKPOINT_INDEX)
 """Files that are uploaded after all others, in this order."""
 
 
@@ -57,7 +57,7 @@ class RemoteCheckpoint:
     @property
     def is_complete(self) -> bool:
         """Return whether its upload was finished: a single object is there entirely or not at all."""
-        return self.name in self.files or f"{self.name}/{INDEX}" in self.files
+        return self.name in self.files or f"{self.name}/{CHECKPOINT_INDEX}" in self.files
 
 
 class RemoteCheckpoints:
@@ -150,7 +150,7 @@ class RemoteCheckpoints:
 
     def remove(self, checkpoint: RemoteCheckpoint) -> None:
         """Remove a checkpoint, its index first: after an interruption the rest counts as half-written."""
-        index = self.uri_of(f"{checkpoint.name}/{INDEX}")
+        index = self.uri_of(f"{checkpoint.name}/{CHECKPOINT_INDEX}")
         uris = [file.uri for file in checkpoint.files.values()]
         storage.delete([uri for uri in uris if uri == index], self._access)
         storage.delete([uri for uri in uris if uri != index], self._access)
@@ -170,7 +170,7 @@ class RemoteCheckpoints:
 
     def download(self, checkpoint: RemoteCheckpoint, folder: Path) -> Path:
         """Download a checkpoint, or the rest of it, below `folder`, which holds files of this very checkpoint only."""
-        for name in sorted(checkpoint.files, key=lambda name: name.endswith(f"/{INDEX}")):
+        for name in sorted(checkpoint.files, key=lambda name: name.endswith(f"/{CHECKPOINT_INDEX}")):
             self.download_file(checkpoint.files[name], folder / name)
         return folder / checkpoint.name
 

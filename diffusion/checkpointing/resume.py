@@ -1,4 +1,4 @@
-"""How a run goes on when it is started again: the checkpoint it resumes from, changed settings, what is left to do."""
+"""Resumption of a run: its checkpoint, changed settings, and what is left to do after its last step."""
 
 import json
 import logging
@@ -55,7 +55,7 @@ class CheckpointStorage:
     """The run folder."""
 
     folder: Path
-    """Where checkpoints are written: `checkpoints/`, or `uploads/` where they are uploaded from."""
+    """Folder of checkpoints: `checkpoints/`, or `uploads/` where they are uploaded from."""
 
     remote: RemoteCheckpoints | None
     """The object store that they are uploaded to, if any."""

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.utils import serialization
 
-from diffusion.checkpointing.layout import CHECKSUM_KIND, CHECKSUMS, INDEX
+from diffusion.checkpointing.layout import CHECKPOINT_INDEX, CHECKSUM_KIND, CHECKSUMS
 from diffusion.files import atomic_path, write_atomically, write_json
 
 
@@ -162,6 +162,6 @@ class _ChecksumWriter(FileSystemWriter):
         _IndexPickler(buffer).dump(metadata)
         index = buffer.getvalue()
         checksums = {name: checksum for _, part in results for name, checksum in part.items()}
-        checksums[INDEX] = xxhash.xxh64(index).hexdigest()
+        checksums[CHECKPOINT_INDEX] = xxhash.xxh64(index).hexdigest()
         write_json(folder / CHECKSUMS, {name: {CHECKSUM_KIND: value} for name, value in sorted(checksums.items())})
-        write_atomically(folder / INDEX, index)
+        write_atomically(folder / CHECKPOINT_INDEX, index)

@@ -12,7 +12,7 @@ from omegaconf import MISSING
 
 from diffusion.config.data import ImageSize, Representation, group_size, image_sizes, legal_world_sizes, microbatch_size
 from diffusion.config.documentation import find_field
-from diffusion.config.fields import CHECK, Location, parse_time, section_problems
+from diffusion.config.fields import CHECK, LocationLimits, parse_time, section_problems
 from diffusion.config.loading import missing_keys
 from diffusion.config.model import AttentionBackend, Compilation
 from diffusion.config.schema import Config, Task
@@ -26,7 +26,7 @@ MIN_JUDGED_SIDE = 24
 def is_location(key: str) -> bool:
     """Return whether a key is the location of data or weights, which a dry run does not need."""
     field, _ = find_field(Config, key)
-    return field is not None and isinstance(field.metadata.get(CHECK), Location)
+    return field is not None and isinstance(field.metadata.get(CHECK), LocationLimits)
 
 
 def missing_locations(config: Config) -> dict[str, str]:

@@ -21,7 +21,7 @@ TIME_UNITS = {"ba": "batches", "sp": "samples", "ep": "epochs", "dur": "fraction
 SIZE_UNITS = {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30, "tb": 2**40, "pb": 2**50}
 
 CHECK = "check"
-"""Entry of a field's metadata: `Limits`, `TimeLimits` or `Location`."""
+"""Entry of a field's metadata: `Limits`, `TimeLimits` or `LocationLimits`."""
 
 _NUMBER_AND_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)", re.IGNORECASE)
 
@@ -136,7 +136,7 @@ class TimeLimits:
 
 
 @dataclass(frozen=True)
-class Location:
+class LocationLimits:
     """A path or URI; `local` refuses URIs."""
 
     local: bool
@@ -170,10 +170,10 @@ def time(default: Any, *, units: str = "ba sp ep dur", positive: bool = False) -
 
 def location(default: Any, *, local: bool = False) -> Any:
     """Declare a field that says where data or weights are. A dry run does not need its value."""
-    return _checked(default, Location(local))
+    return _checked(default, LocationLimits(local))
 
 
-def _checked(default: Any, check: Limits | TimeLimits | Location) -> Any:
+def _checked(default: Any, check: Limits | TimeLimits | LocationLimits) -> Any:
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata={CHECK: check})
     return dataclasses.field(default=default, metadata={CHECK: check})

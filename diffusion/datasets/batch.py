@@ -138,7 +138,7 @@ def split_batch(batch: Mapping[str, Entry], size: float) -> list[dict[str, Tenso
 
 
 def num_microbatches(batch: Mapping[str, Entry], size: float) -> int:
-    """How many microbatches `split_batch` makes."""
+    """Number of microbatches that `split_batch` makes."""
     return math.ceil(num_samples(batch) / _microbatch_size(batch, size))
 
 

@@ -94,7 +94,7 @@ class PreparedManifest:
 
     sources: list[SourceEntry]
     settings: dict[str, Any]
-    """What, beside the sources, determines the data: keys of the configuration of `prepare`."""
+    """Settings of `prepare` that determine the data."""
     columns: dict[str, str]
     """MDS type of each column."""
     seen: int

@@ -145,7 +145,7 @@ class Slots(NamedTuple):
 def draws_per_stream(
     num_samples: Sequence[int], proportions: Sequence[float | None], repeats: Sequence[float | None]
 ) -> list[int]:
-    """How many samples each stream gives to an epoch.
+    """Number of samples that each stream gives to an epoch.
 
     Args:
         num_samples: [S], samples of each stream.

@@ -46,7 +46,7 @@ class StreamLocation:
     proportion: float | None = None
     repeat: float | None = None
     access: Access = field(default_factory=Access)
-    """How the store of the remote is reached, and its shards are fetched."""
+    """Access to the store of the remote."""
     files: Files | None = field(default=None, compare=False, repr=False)
     """Manifests and marks above the stream that `read_files` has read; None: they are read when they are needed."""
 

@@ -27,8 +27,8 @@ from diffusion.evaluation import dpg, geneval2
 from diffusion.evaluation.config import EvaluationConfig, ProtocolConfig
 from diffusion.evaluation.generate import (
     EvaluatedModel,
+    GenerationTask,
     Generator,
-    Task,
     explained_writes,
     find_models,
     generate_images,
@@ -179,16 +179,16 @@ class Evaluation:
         if not self.config.keep_images and is_first_rank():
             shutil.rmtree(folder)
 
-    def _tasks(self, scale: float) -> dict[str, Task]:
+    def _tasks(self, scale: float) -> dict[str, GenerationTask]:
         """Images to generate, by their folder: for the metrics and for the suites."""
         sampling, batch_size = self.config.protocol.sampling, self.config.batch_size
         tasks = {}
         if self.config.protocol.metrics:
-            tasks["prompts"] = Task(
+            tasks["prompts"] = GenerationTask(
                 prompts=self.prompts, sampling=sampling, guidance_scale=scale, batch_size=batch_size
             )
         for name, suite in self.suites.items():
-            tasks[name] = Task(
+            tasks[name] = GenerationTask(
                 prompts=suite.prompts(),
                 sampling=replace(sampling, images_per_prompt=suite.images_per_prompt),
                 guidance_scale=scale,
@@ -281,7 +281,7 @@ def rank_device(device: Device) -> torch.device:
     return torch.device("cuda", local_rank())
 
 
-def _protocol_record(task: Task, generator: Generator) -> dict[str, Any]:
+def _protocol_record(task: GenerationTask, generator: Generator) -> dict[str, Any]:
     """Part of the protocols: all that the images depend on, without model and guidance scale, which are compared."""
     # Another batch size changes rounding errors only.
     excluded = ("model", "guidance_scale", "batch_size")

@@ -278,7 +278,7 @@ def load_generator(model: EvaluatedModel, device: torch.device, paths: FrozenPat
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class GenerationTask:
     """Images to generate."""
 
     prompts: Sequence[Prompt]
@@ -318,14 +318,16 @@ class Task:
         }
 
 
-def addressed_latents(task: Task, images: Sequence[int], shape: tuple[int, int, int], device: torch.device) -> Tensor:
+def addressed_latents(
+    task: GenerationTask, images: Sequence[int], shape: tuple[int, int, int], device: torch.device
+) -> Tensor:
     """Initial latents of images by number, drawn on the CPU like `initial_latents`: float32 [B, C, H, W]."""
     addresses = [divmod(image, task.sampling.images_per_prompt) for image in images]
     prompt, copy = (torch.tensor(part) for part in zip(*addresses, strict=True))
     return normal(task.sampling.seed, Purpose.INITIAL_LATENTS, copy, prompt, shape).to(device)
 
 
-def generate_images(generator: Generator, task: Task, folder: Path, label: str) -> list[Path]:
+def generate_images(generator: Generator, task: GenerationTask, folder: Path, label: str) -> list[Path]:
     """Generate the missing images of a folder; collective. All ranks must see the folder.
 
     Args:
@@ -386,7 +388,7 @@ def explained_writes(path: Path) -> Iterator[None]:
         raise MachineError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-def _write_listing(folder: Path, task: Task, files: Sequence[Path]) -> None:
+def _write_listing(folder: Path, task: GenerationTask, files: Sequence[Path]) -> None:
     rows = []
     for image, file in enumerate(files):
         number, copy = divmod(image, task.sampling.images_per_prompt)

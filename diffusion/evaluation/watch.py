@@ -166,7 +166,7 @@ class Watcher:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class LedgerEntry:
     """Record of an evaluated checkpoint."""
 
     run: str
@@ -190,7 +190,7 @@ class Entry:
     output_folder: str | None
 
 
-def read_ledger(folder: Path, run: str, known: Mapping[str, Entry] | None = None) -> dict[str, Entry]:
+def read_ledger(folder: Path, run: str, known: Mapping[str, LedgerEntry] | None = None) -> dict[str, LedgerEntry]:
     """Read the entries of a ledger by the names of checkpoints (`ep0-ba100`), except for those that are known.
 
     Raises:
@@ -201,7 +201,7 @@ def read_ledger(folder: Path, run: str, known: Mapping[str, Entry] | None = None
         if (name := path.name.removesuffix(".json")) in entries:
             continue
         try:
-            entries[name] = Entry(**read_json(path))
+            entries[name] = LedgerEntry(**read_json(path))
         except TypeError as error:
             raise DataError(f"{path} is no entry of a ledger: choose another output_folder") from error
         if (owner := entries[name].run) != run:
@@ -219,7 +219,7 @@ class WatchedRun:
 
     def __init__(self, uri: str, folder: Path) -> None:
         self.uri, self.folder, self.label = uri, folder, run_label(uri)
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, LedgerEntry] = {}
         self.pending: list[str] = []
         """Complete checkpoints without an entry, oldest first."""
 
@@ -282,7 +282,7 @@ class WatchedRun:
             config: configuration of the run; None if the checkpoint was removed or is damaged.
         """
         step = step_of(name)
-        entry = Entry(
+        entry = LedgerEntry(
             run=self.uri,
             step=step,
             skipped=skipped,
@@ -452,7 +452,7 @@ class WatchLoggers:
         self._stack.close()
 
 
-def _open_tensorboard(folder: Path, run: Entry) -> Any:
+def _open_tensorboard(folder: Path, run: LedgerEntry) -> Any:
     """Open an event file in a folder beside that of the run, or in the output folder."""
     from torch.utils.tensorboard.writer import SummaryWriter
 
@@ -461,7 +461,7 @@ def _open_tensorboard(folder: Path, run: Entry) -> Any:
     return SummaryWriter(str(parent / f"{run.run_name}.evaluation"), purge_step=0)
 
 
-def _open_wandb(folder: Path, settings: WandbConfig, run: Entry) -> Any:
+def _open_wandb(folder: Path, settings: WandbConfig, run: LedgerEntry) -> Any:
     import wandb
 
     name = f"{run.run_name}-evaluation"

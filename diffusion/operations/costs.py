@@ -23,7 +23,7 @@ class BudgetSpentError(UserError):
     is_lasting = True
 
 
-class Kind(str, Enum):
+class Activity(str, Enum):
     """Activity that time is spent on."""
 
     training = "training"
@@ -40,9 +40,9 @@ class Kind(str, Enum):
 
 
 _LABELS = {
-    Kind.repeated: "repeated steps after a restart",
-    Kind.data: "waiting for data",
-    Kind.between: "checkpoints and samples",
+    Activity.repeated: "repeated steps after a restart",
+    Activity.data: "waiting for data",
+    Activity.between: "checkpoints and samples",
 }
 """Rows of the table whose name is not that of the kind."""
 
@@ -77,7 +77,7 @@ class StartCosts:
     fetched_bytes: int = 0
     """Training data that all nodes have downloaded in this start, steps included that were repeated later."""
 
-    seconds: dict[str, float] = field(default_factory=lambda: {kind.value: 0.0 for kind in Kind})
+    seconds: dict[str, float] = field(default_factory=lambda: {kind.value: 0.0 for kind in Activity})
     """By kind."""
 
     @property
@@ -88,7 +88,7 @@ class StartCosts:
     @property
     def new_share(self) -> float:
         """Share of new steps in the computing time."""
-        new, repeated = self.seconds[Kind.training.value], self.seconds[Kind.repeated.value]
+        new, repeated = self.seconds[Activity.training.value], self.seconds[Activity.repeated.value]
         return new / (new + repeated) if new + repeated else 0.0
 
     @property
@@ -189,8 +189,10 @@ class Totals:
 
 def total(starts: Sequence[StartCosts]) -> Totals:
     """Add up the starts of a run."""
-    hours = {kind.value: sum(start.seconds[kind.value] * start.num_devices for start in starts) / 3600 for kind in Kind}
-    restarting = sum(start.seconds[Kind.starting.value] * start.num_devices for start in starts[1:]) / 3600
+    hours = {
+        kind.value: sum(start.seconds[kind.value] * start.num_devices for start in starts) / 3600 for kind in Activity
+    }
+    restarting = sum(start.seconds[Activity.starting.value] * start.num_devices for start in starts[1:]) / 3600
     possible = sum(start.gpu_hours * 3600 * (start.peak_flops or 0.0) for start in starts)
     is_known = possible > 0 and all(start.peak_flops for start in starts)
     useful = sum(start.flops * start.num_devices * start.new_share for start in starts)
@@ -198,7 +200,7 @@ def total(starts: Sequence[StartCosts]) -> Totals:
         gpu_hours=sum(start.gpu_hours for start in starts),
         dollars=sum(start.dollars for start in starts) if all(start.price is not None for start in starts) else None,
         hours=hours,
-        restart_hours=restarting + hours[Kind.repeated.value],
+        restart_hours=restarting + hours[Activity.repeated.value],
         gap_hours=sum(max(0.0, b.began - a.ended) for a, b in itertools.pairwise(starts)) / 3600,
         mfu=useful / possible if is_known and useful == useful else None,
     )
@@ -208,7 +210,7 @@ def cost_table(starts: Sequence[StartCosts], gpu_utilisation: float | None) -> l
     """Return the lines of a table of a run's time by activity, with totals and the mean GPU utilisation (0 to 1)."""
     totals = total(starts)
     price = totals.dollars / totals.gpu_hours if totals.dollars and totals.gpu_hours else None
-    hours_by_label = {_LABELS.get(kind, kind.value): totals.hours[kind.value] for kind in Kind}
+    hours_by_label = {_LABELS.get(kind, kind.value): totals.hours[kind.value] for kind in Activity}
     rows = [("", "GPU-hours", "share", "dollars")]
     for label, hours in {**hours_by_label, "total": totals.gpu_hours}.items():
         share = f"{hours / totals.gpu_hours:.1%}" if totals.gpu_hours else "-"

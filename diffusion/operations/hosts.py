@@ -125,7 +125,7 @@ def check_over_ssh(arguments: Sequence[str]) -> Callable[[str], Sequence[str]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fleet:
+class HostPool:
     """Hosts available to a job."""
 
     hosts: tuple[str, ...]
@@ -138,7 +138,7 @@ class Fleet:
     """None is one for each GPU, or one without GPUs; hosts with another number of GPUs than most are unfit then."""
 
 
-def choose_hosts(found: Survey, fleet: Fleet, config: Config) -> tuple[tuple[str, ...], int]:
+def choose_hosts(found: Survey, fleet: HostPool, config: Config) -> tuple[tuple[str, ...], int]:
     """Choose fit hosts in their order: the wanted number, or else the largest one on which the run can start.
 
     The results of the run do not depend on the number.
@@ -193,7 +193,7 @@ class HostedJob:
         self,
         command: Sequence[str],
         arguments: Sequence[str],
-        fleet: Fleet | None,
+        fleet: HostPool | None,
         config: Config,
         timeout: float | None,
         events: EventLog,

@@ -30,7 +30,7 @@ _MANY_USERS = 3
 """Users of an item that are named."""
 
 
-class Kind(str, Enum):
+class ItemKind(str, Enum):
     """Kind of an item."""
 
     prepared = "prepared data"
@@ -50,7 +50,7 @@ class Item:
     """A data set, the checkpoints of a run, a cache, or the other files below a root."""
 
     uri: str
-    kind: Kind
+    kind: ItemKind
     num_files: int = 0
     num_bytes: int = 0
     written: float | None = None
@@ -81,7 +81,7 @@ def find_items(root: str) -> list[Item]:
         ConfigurationError: nothing is there.
         UserError: the store cannot be read.
     """
-    kinds: dict[PurePosixPath, Kind] = {PurePosixPath(): Kind.other}
+    kinds: dict[PurePosixPath, ItemKind] = {PurePosixPath(): ItemKind.other}
     manifests: set[PurePosixPath] = set()
     folders: dict[PurePosixPath, Item] = {}
     for name, file in list_below(root):
@@ -89,7 +89,7 @@ def find_items(root: str) -> list[Item]:
         kinds |= _kinds_around(path)
         if path.name == MANIFEST:
             manifests.add(path.parent)
-        folders.setdefault(path.parent, Item(uri="", kind=Kind.other)).add(1, file.size, file.time)
+        folders.setdefault(path.parent, Item(uri="", kind=ItemKind.other)).add(1, file.size, file.time)
     if not folders:
         raise ConfigurationError(f"{root} holds no files: correct the path, or S3_ENDPOINT_URL")
     items = {path: Item(uri=join(root, *path.parts), kind=kind) for path, kind in kinds.items()}
@@ -107,16 +107,16 @@ def list_below(root: str, access: Access | None = None) -> Iterator[tuple[str, S
         yield file.uri.removeprefix(base), file
 
 
-def _kinds_around(file: PurePosixPath) -> dict[PurePosixPath, Kind]:
+def _kinds_around(file: PurePosixPath) -> dict[PurePosixPath, ItemKind]:
     """Kinds of the items that the path of a file implies, by the path of the item."""
-    found: dict[PurePosixPath, Kind] = {}
+    found: dict[PurePosixPath, ItemKind] = {}
     for part, folder in zip(reversed(file.parts), file.parents, strict=True):
         if batch_of(Path(part)) >= 0:
-            found[folder] = Kind.checkpoints
+            found[folder] = ItemKind.checkpoints
         elif part == LOCKS:  # In the folder of each stream: those of a data set are one cache.
-            found[folder.parent] = Kind.cache
+            found[folder.parent] = ItemKind.cache
         elif part in (WORK, SCAN):
-            found[folder] = Kind.unfinished
+            found[folder] = ItemKind.unfinished
     return found
 
 
@@ -125,10 +125,10 @@ def _read_data_set(uri: str) -> Item | None:
     content = storage.read(join(uri, MANIFEST))
     try:
         manifest = json.loads(content)
-        kind = {PreparedManifest.KIND: Kind.prepared, ENCODED: Kind.encoded}[manifest["kind"]]
+        kind = {PreparedManifest.KIND: ItemKind.prepared, ENCODED: ItemKind.encoded}[manifest["kind"]]
     except (ValueError, KeyError, TypeError):
         return None
-    source = manifest.get("source") if kind is Kind.encoded else None
+    source = manifest.get("source") if kind is ItemKind.encoded else None
     return Item(uri=uri, kind=kind, digest=hashlib.sha256(content).hexdigest(), source=source)
 
 
@@ -164,7 +164,7 @@ def assign_users(items: Sequence[Item], uses: Mapping[str, Iterable[str]]) -> No
     for item in items:
         encoded[item.source].append(item.uri)
     for item in items:
-        if item.kind is Kind.other:
+        if item.kind is ItemKind.other:
             continue
         own = _prefix(item.uri)
         item.users = [
@@ -174,7 +174,7 @@ def assign_users(items: Sequence[Item], uses: Mapping[str, Iterable[str]]) -> No
 
 
 def _prefix(location: str) -> str:
-    """How the absolute paths or URIs begin of all that lies in a location."""
+    """Common beginning of the absolute paths or URIs of everything in a location."""
     return location.rstrip("/") + "/" if is_url(location) else f"{Path(location).expanduser().resolve()}/"
 
 

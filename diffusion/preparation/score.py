@@ -187,7 +187,7 @@ def _remove_captions(out: str) -> None:
 
 
 def _empty_parts(step: _Step, numbers: Iterable[int], kind: pa.DataType) -> dict[int, int]:
-    """Return numbers and rows of the parts of another type, if none of them holds a value; otherwise nothing."""
+    """Return numbers and rows of the parts with another column type; none if one of them holds a value."""
     found: dict[int, int] = {}
     for number in numbers:
         column = read_table(storage.join(step.folder, part_name(number)), [step.column])[step.column]

@@ -8,14 +8,14 @@ from composer.utils import dist
 
 from diffusion.callbacks.monitoring import CostMeter
 from diffusion.formats.run_folder import BUDGET, COSTS, TRAIN_LOSS, read_metrics
-from diffusion.operations.costs import CostsFile, Kind, StartCosts, budget_left, project, read_costs, total
+from diffusion.operations.costs import Activity, CostsFile, StartCosts, budget_left, project, read_costs, total
 from diffusion.operations.inventory import expense_rows, expenses
 
 HOUR = 3600.0
 
 
 def start(began: float, *, num_devices: int = 8, price: float | None = 2.0, **hours: float) -> StartCosts:
-    seconds = {kind.value: HOUR * hours.get(kind.value, 0.0) for kind in Kind}
+    seconds = {kind.value: HOUR * hours.get(kind.value, 0.0) for kind in Activity}
     ended = began + sum(seconds.values())
     return StartCosts(
         began=began, ended=ended, num_devices=num_devices, price=price, step=0, reached=10, seconds=seconds
@@ -100,7 +100,7 @@ class SpendAfter(Callback):
         if state.timestamp.batch.value == self.step and dist.get_global_rank() == 0:
             (meter,) = [callback for callback in state.callbacks if isinstance(callback, CostMeter)]
             assert meter._costs is not None
-            meter._costs.seconds[Kind.training.value] += 1000 * HOUR
+            meter._costs.seconds[Activity.training.value] += 1000 * HOUR
 
 
 @pytest.mark.world_size(2)

@@ -16,7 +16,7 @@ from diffusion.checkpointing.read import read_identities, read_weights
 from diffusion.config.frozen import FrozenPaths
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.generate import EvaluatedModel, load_generator
-from diffusion.export import Layout, export
+from diffusion.export import ExportLayout, export
 from diffusion.loading import load_config_of, load_model
 from tests.tools.training_runs import ROOT
 
@@ -68,7 +68,7 @@ def uses(run: Path, out: Path) -> dict[str, Callable[[FrozenPaths | None], Any]]
         "average": lambda paths: load_model(average, paths=paths),
         "evaluation": lambda paths: load_generator(model, torch.device("cpu"), paths),
         "pipeline": lambda paths: export(str(run), out / "pipeline", paths=paths),
-        "file": lambda paths: export(str(run), out / "m.safetensors", layout=Layout.ldm, paths=paths),
+        "file": lambda paths: export(str(run), out / "m.safetensors", layout=ExportLayout.ldm, paths=paths),
     }
 
 

@@ -17,7 +17,7 @@ from diffusion.operations.checks import nodes
 from diffusion.operations.checks.nodes import DeviceSpeed, check_this_node
 from diffusion.operations.checks.verdicts import Level, Verdict, problem
 from diffusion.operations.events import EventLog, read_events
-from diffusion.operations.hosts import CHECK_MODULE, Fleet, HostedJob, Survey, check_over_ssh, choose_hosts, survey
+from diffusion.operations.hosts import CHECK_MODULE, HostedJob, HostPool, Survey, check_over_ssh, choose_hosts, survey
 from diffusion.operations.supervisor import Supervisor
 from scripts.supervise import parse_arguments, read_fleet, webhook_address
 from tests.tools.training_runs import ROOT
@@ -38,7 +38,7 @@ def ask(answers: dict[str, Sequence[str]], timeout: float = 60) -> Survey:
 
 def chosen(found: Survey, *overrides: str, wanted: int | None = None, ranks_per_host: int | None = None):
     """The chosen hosts, in words, and the world size."""
-    fleet = Fleet(hosts=found.hosts, wanted=wanted, ranks_per_host=ranks_per_host)
+    fleet = HostPool(hosts=found.hosts, wanted=wanted, ranks_per_host=ranks_per_host)
     hosts, num_ranks = choose_hosts(found, fleet, run_of(64, *overrides))
     return " ".join(hosts), num_ranks
 
@@ -91,9 +91,9 @@ def test_each_host_starts_as_many_ranks_as_it_has_gpus_so_that_others_are_left_o
 def test_no_number_of_hosts_divides_the_batch():
     groups = run_of(24, "data.mixing=groups", "data.group_size=4")
     found = ask({})
-    assert choose_hosts(found, Fleet(hosts=found.hosts, ranks_per_host=2), groups)[1] == 6, "whole groups"
+    assert choose_hosts(found, HostPool(hosts=found.hosts, ranks_per_host=2), groups)[1] == 6, "whole groups"
     with pytest.raises(MachineError, match=r"data\.global_batch_size"):
-        choose_hosts(found, Fleet(hosts=found.hosts, ranks_per_host=5), groups)
+        choose_hosts(found, HostPool(hosts=found.hosts, ranks_per_host=5), groups)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_the_check_of_another_host_keeps_its_arguments_in_one_piece(tmp_path, mo
 
 
 FULL = problem("output folder", "no room", "free space")
-FLEET = Fleet(hosts=("n0", "n1", "n2"), wanted=2, ranks_per_host=2)
+FLEET = HostPool(hosts=("n0", "n1", "n2"), wanted=2, ranks_per_host=2)
 
 
 @pytest.fixture
@@ -265,7 +265,7 @@ def test_this_machine_is_refused_with_its_name(tmp_path, monkeypatch):
     assert (event["event"], event["host"]) == ("unfit", "here")
 
 
-def fleet_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Fleet | None:
+def fleet_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> HostPool | None:
     monkeypatch.setattr(sys, "argv", ["supervise.py", *arguments])
     return read_fleet(parse_arguments())
 
@@ -275,7 +275,7 @@ def test_a_file_of_hosts_may_hold_comments(tmp_path, monkeypatch):
     fleet = fleet_of(
         monkeypatch, "--hosts", str(tmp_path / "hosts"), "--nodes", "2", "--", "ssh.sh", "{hosts}", "x.yaml"
     )
-    assert fleet == Fleet(hosts=("n0", "n1", "n2"), wanted=2)
+    assert fleet == HostPool(hosts=("n0", "n1", "n2"), wanted=2)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.checkpointing.save import write_file
 from diffusion.errors import ConfigurationError
 from diffusion.formats.run_folder import LEASE
-from diffusion.operations.costs import CostsFile, Kind, StartCosts
-from diffusion.operations.inventory import Item, assign_users, find_items, read_uses
-from diffusion.operations.inventory import Kind as Content
+from diffusion.operations.costs import Activity, CostsFile, StartCosts
+from diffusion.operations.inventory import Item, ItemKind, assign_users, find_items, read_uses
 from scripts import runs as runs_command
 from tests.tools.s3_server import S3Server, s3_process, s3_server
 from tests.unit.operations.test_runs import hold, write_run
@@ -91,13 +90,13 @@ def test_each_file_belongs_to_one_item_and_each_item_has_its_users(place, s3_ser
     assert {name: found[name].num_bytes for name in sizes} == sizes
     assert found[str(cache).strip("/")].num_bytes == 30_002
     assert {name: (item.kind, item.users) for name, item in found.items()} == {
-        "": (Content.other, []),
-        "prepared": (Content.prepared, [f"{root}/latents"]),
-        "latents": (Content.encoded, ["first"]),
-        "began": (Content.unfinished, []),
-        "checkpoints/a": (Content.checkpoints, ["first", "second"]),
-        "checkpoints/b": (Content.checkpoints, []),
-        str(cache).strip("/"): (Content.cache, ["first"]),
+        "": (ItemKind.other, []),
+        "prepared": (ItemKind.prepared, [f"{root}/latents"]),
+        "latents": (ItemKind.encoded, ["first"]),
+        "began": (ItemKind.unfinished, []),
+        "checkpoints/a": (ItemKind.checkpoints, ["first", "second"]),
+        "checkpoints/b": (ItemKind.checkpoints, []),
+        str(cache).strip("/"): (ItemKind.cache, ["first"]),
     }
     newest = max(file.time or 0 for file in storage.list_files(f"{root}/latents").values())
     assert found["latents"].written == newest > 0
@@ -106,7 +105,7 @@ def test_each_file_belongs_to_one_item_and_each_item_has_its_users(place, s3_ser
 
 
 def test_hundreds_of_items_and_runs_are_compared_in_seconds(tmp_path: Path) -> None:
-    items = [Item(uri=f"{tmp_path}/{number}", kind=Content.prepared) for number in range(300)]
+    items = [Item(uri=f"{tmp_path}/{number}", kind=ItemKind.prepared) for number in range(300)]
     began = time.process_time()
     assign_users(items, {str(number): [f"{tmp_path}/{number}/train", "s3://b/x"] for number in range(300)})
     assert time.process_time() - began < 5
@@ -138,7 +137,7 @@ def test_what_a_run_has_cost_with_its_data_and_checkpoints_in_a_store(s3_server,
         run, NO_PLUGIN, STREAMS, f"data.local={tmp_path / 'cache'}", "data.remote=s3://tests/paid/train",
         "trainer.checkpoint_folder=s3://tests/paid/checkpoints", "operations.max_dollars=60",
     )  # fmt: skip
-    seconds = {kind.value: 0.0 for kind in Kind} | {"training": 7200.0}
+    seconds = {kind.value: 0.0 for kind in Activity} | {"training": 7200.0}
     file = CostsFile(run)
     file.write(
         StartCosts(

@@ -16,7 +16,7 @@ from diffusion.checkpointing.read import read_weights
 from diffusion.cli import train_command
 from diffusion.config.loading import load_config
 from diffusion.errors import ConfigurationError
-from diffusion.export import Layout, export
+from diffusion.export import ExportLayout, export
 from diffusion.loading import Trained, load_model
 from diffusion.models.architectures import TINY, build_vae
 from diffusion.models.autoencoder import save_autoencoder
@@ -49,7 +49,7 @@ def runs(server, tmp_path_factory) -> dict[str, Path]:
     start = [f"init_from.checkpoint={places['base']}", *LORA]
     server.train(1, [(TOY, [f"output_folder={places['lora']}", *common, *start])])
     export(str(places["base"]), places["folder"])
-    export(str(places["base"]), places["model.safetensors"], layout=Layout.ldm)
+    export(str(places["base"]), places["model.safetensors"], layout=ExportLayout.ldm)
     return places
 
 
@@ -112,13 +112,13 @@ def test_lora_in_kohya_s_layout_gives_the_same_images(runs, export_script, tmp_p
 
 def test_what_a_layout_is_not_for_is_refused(runs, tmp_path, monkeypatch):
     file = tmp_path / "out.safetensors"
-    for layout in (Layout.ldm, Layout.kohya):
+    for layout in (ExportLayout.ldm, ExportLayout.kohya):
         with pytest.raises(ConfigurationError, match="is one file"):
             export(str(runs["base"]), tmp_path / "out", layout=layout)
     with pytest.raises(ConfigurationError, match=r"without model\.lora"):
-        export(str(runs["base"]), file, layout=Layout.kohya)
+        export(str(runs["base"]), file, layout=ExportLayout.kohya)
     with pytest.raises(ConfigurationError, match="LoRA alone"):
-        export(str(runs["lora"]), file, layout=Layout.ldm, lora_only=True)
+        export(str(runs["lora"]), file, layout=ExportLayout.ldm, lora_only=True)
     changes = {
         "model.architecture=tiny_transformer": "a transformer",
         "model.text_adapter={layers: 1}": "a text adapter",
@@ -127,7 +127,7 @@ def test_what_a_layout_is_not_for_is_refused(runs, tmp_path, monkeypatch):
         other = Trained(path=tmp_path, config=load_config(TOY, [change]), weights={})
         monkeypatch.setattr(diffusion.export, "read_trained", lambda *_, trained=other, **__: trained)
         with pytest.raises(ConfigurationError, match=part):
-            export("elsewhere", file, layout=Layout.ldm)
+            export("elsewhere", file, layout=ExportLayout.ldm)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from apps.preference.images import BLANK, NOISE, collect
-from apps.preference.store import Kind, Settings, Store
+from apps.preference.store import ScreenKind, Settings, Store
 from tests.tools.training_runs import Job, TrainingServer
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "preference.py"
@@ -57,19 +57,21 @@ def rate_all(store: Store, rater: str, choose) -> None:
 
 def attentive(shown, preference: float, draw: random.Random) -> int:
     """Pass the checks; else prefer model 0 to model 1 with a probability."""
-    if shown.kind == Kind.check:
+    if shown.kind == ScreenKind.check:
         return max(shown.first, shown.second)
     return 0 if draw.random() < preference else 1
 
 
-def vote(rater="r", pair=0, chosen: int | None = 0, *, kind=Kind.pair, models=(0, 1), category="") -> dict[str, Any]:
+def vote(
+    rater="r", pair=0, chosen: int | None = 0, *, kind=ScreenKind.pair, models=(0, 1), category=""
+) -> dict[str, Any]:
     """A vote that answers both questions alike."""
     answer = "neither" if chosen is None else ("first", "second")[models.index(chosen)]
     return {
         "rater": rater,
         "position": 0,
         "kind": kind.value,
-        "pair": None if kind == Kind.check else pair,
+        "pair": None if kind == ScreenKind.check else pair,
         "prompt": f"prompt {pair}",
         "category": category,
         "first": models[0],
@@ -83,7 +85,7 @@ def vote(rater="r", pair=0, chosen: int | None = 0, *, kind=Kind.pair, models=(0
 
 def check(rater: str, chosen: int | None) -> dict[str, Any]:
     """An answered attention check: 0 is the image."""
-    return vote(rater, chosen=chosen, kind=Kind.check, models=(0, BLANK if chosen == BLANK else NOISE))
+    return vote(rater, chosen=chosen, kind=ScreenKind.check, models=(0, BLANK if chosen == BLANK else NOISE))
 
 
 @contextmanager

@@ -13,9 +13,9 @@ from diffusion.evaluation.config import SamplingConfig
 from diffusion.evaluation.generate import (
     CheckpointGenerator,
     EvaluatedModel,
+    GenerationTask,
     Generator,
     PipelineGenerator,
-    Task,
     addressed_latents,
     find_models,
     generate_images,
@@ -52,7 +52,7 @@ def folder(model: LatentDiffusion, tmp_path_factory: pytest.TempPathFactory) -> 
 def generated(generator: Generator, folder: Path, scale: float, sampler: Sampler | None) -> np.ndarray:
     prompts = [Prompt(text=text) for text in ("a red circle", "a blue star on a white background", "")]
     sampling = SamplingConfig(num_inference_steps=3, seed=5, images_per_prompt=2, sampler=sampler)
-    task = Task(prompts=prompts, sampling=sampling, guidance_scale=scale, batch_size=4)
+    task = GenerationTask(prompts=prompts, sampling=sampling, guidance_scale=scale, batch_size=4)
     images = image_files(generate_images(generator, task, folder / f"cfg{scale:g}", "test"))
     return np.stack([np.asarray(images[i]).astype(int) for i in range(len(images))])
 
@@ -110,6 +110,6 @@ def test_initial_noise_is_drawn_on_the_cpu_for_any_device(monkeypatch):
         return torch.zeros(len(sample), *shape)
 
     monkeypatch.setattr("diffusion.evaluation.generate.normal", normal)
-    task = Task(prompts=[Prompt(text="a")], sampling=SamplingConfig(), guidance_scale=3.0, batch_size=2)
+    task = GenerationTask(prompts=[Prompt(text="a")], sampling=SamplingConfig(), guidance_scale=3.0, batch_size=2)
     assert addressed_latents(task, [0], (4, 8, 8), torch.device("meta")).device.type == "meta"
     assert drawn_on == [("cpu", "cpu")]

@@ -19,7 +19,7 @@ from diffusion.config.loading import load_config, to_public_yaml
 from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.formats.run_folder import BUDGET, COSTS, FINISHED, LEASE, SUPERVISED, find_runs
-from diffusion.operations.costs import CostsFile, Kind, StartCosts
+from diffusion.operations.costs import Activity, CostsFile, StartCosts
 from diffusion.operations.heartbeats import HeartbeatFile, HeartbeatRecord, Phase, heartbeat_folder
 from diffusion.operations.lease import Applicant
 from diffusion.operations.pruning import find_superseded
@@ -66,7 +66,7 @@ def test_runs_are_found_and_each_says_how_it_stands(tmp_path, capsys):
     (tmp_path / "a" / FINISHED).write_text("{}")
     (tmp_path / "sweep/b" / BUDGET).write_text("{}")
     file = CostsFile(tmp_path / "a")
-    seconds = {kind.value: 0.0 for kind in Kind} | {"training": 3600.0, "data": 1800.0}
+    seconds = {kind.value: 0.0 for kind in Activity} | {"training": 3600.0, "data": 1800.0}
     row = StartCosts(began=0, ended=5400, num_devices=8, price=2.0, step=0, reached=1234, seconds=seconds)
     file.write(row)
     file.close()

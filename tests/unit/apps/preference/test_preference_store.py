@@ -7,7 +7,7 @@ import pytest
 
 from apps.preference.images import collect
 from apps.preference.report import make_report, to_csv, write_report
-from apps.preference.store import Kind, schedule
+from apps.preference.store import ScreenKind, schedule
 from diffusion.errors import ConfigurationError, DataError
 from tests.tools.preference_studies import MODELS, attentive, check, open_study, rate_all, vote, write_models
 
@@ -66,8 +66,8 @@ def test_pairs_are_shown_equally_often_and_sides_fairly(tmp_path):
 def test_schedules_have_all_kinds_and_repeats_late():
     for rater in "abcdef":
         kinds = schedule(3, rater, 20, 50, 3)
-        assert Counter(kinds) == {Kind.pair: 20, Kind.repeat: 10, Kind.check: 3}
-        assert kinds[: kinds.index(Kind.repeat)].count(Kind.pair) >= 10
+        assert Counter(kinds) == {ScreenKind.pair: 20, ScreenKind.repeat: 10, ScreenKind.check: 3}
+        assert kinds[: kinds.index(ScreenKind.repeat)].count(ScreenKind.pair) >= 10
 
 
 def test_another_study_or_other_images_are_refused(tmp_path):
@@ -131,7 +131,10 @@ def test_inattentive_raters_are_excluded_unless_kept():
 
 def test_ties_repeats_and_categories_by_hand():
     votes = [vote("r", 0, 0, category="x"), vote("r", 1, None, category="x"), vote("r", 2, 1, category="y")]
-    votes += [vote("r", 0, 0, kind=Kind.repeat, models=(1, 0)), vote("r", 2, 0, kind=Kind.repeat, models=(1, 0))]
+    votes += [
+        vote("r", 0, 0, kind=ScreenKind.repeat, models=(1, 0)),
+        vote("r", 2, 0, kind=ScreenKind.repeat, models=(1, 0)),
+    ]
     votes = pd.DataFrame(votes)
     report = make_report(votes, ["m", "n"])
     assert list(report.rates.loc[0, ["wins_a", "wins_b", "ties", "share"]]) == [1, 1, 1, 0.5]
