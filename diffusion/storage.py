@@ -99,7 +99,7 @@ class UnavailableError(MachineError):
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """Access to a store: endpoint, credentials and time-outs."""
+    """Access to a store, and time-outs of its attempts."""
 
     endpoint_url: str | None = None
     """Address of an S3 store; None is `S3_ENDPOINT_URL`, or AWS."""

@@ -161,10 +161,8 @@ def format_plan(plan: Plan, missing: Mapping[str, str] | None = None) -> str:
     ]
     if checkpoints.average_file_bytes:
         number, size = checkpoints.num_average_files, checkpoints.average_file_bytes
-        text = (
-            UNKNOWN if number is None else f"{number:,} files of {size_text(size)}, together {size_text(number * size)}"
-        )
-        rows.append(("averages stored", text))
+        total = size_text(number * size if number is not None else None)
+        rows.append(("averages stored", shown(number, f"{{:,}} files of {size_text(size)}, together {total}")))
     rows = [(name, text) for name, text in rows if text != UNKNOWN]
     width = max(len(name) for name, _ in rows)
     lines = [f"Plan of {plan.run_name}", *(f"  {name:<{width}}  {text}" for name, text in rows)]

@@ -98,6 +98,13 @@ def test_storage_and_egress_add_to_it(budgets):
     )
 
 
+def test_a_table_of_nothing_but_unknowns_is_left_out(budgets):
+    configs = recipe("data.representation=images", "trainer.save_interval=1ep")
+    title = "Data and checkpoints"
+    assert title in format_budgets([budgets[8]], FAILURES)
+    assert title not in format_budgets([make_budget(configs, A100_FLEETS[:1] * 2, failures=FAILURES)], FAILURES)
+
+
 def test_nothing_is_fetched_without_a_remote():
     runs = recipe("plan.num_samples=790000000")
     assert make_budget(runs, A100_FLEETS[-1:] * 2, failures=FAILURES, egress_per_tb=90).egress_cost == 0
