@@ -231,14 +231,12 @@ def test_averages_continue_where_ranks_have_shards_of_different_sizes(server, tm
         options = ["data.global_batch_size=15", f"trainer.max_duration={num}ba", "trainer.save_interval=4ba"]
         return run(folder, "fsdp", *options)
 
-    begun, whole = tmp_path / "begun", tmp_path / "whole"
-    server.train(1, [steps(begun, 4), steps(whole, END)])
-    for num_ranks in (3, 5):
-        resumed = shutil.copytree(begun, tmp_path / f"resumed-{num_ranks}")
-        server.train(num_ranks, [steps(resumed, END)])
-        for profile in PROFILES:
-            expected = read_weights(newest(whole), profile.label)
-            assert difference(read_weights(newest(resumed), profile.label), expected) < 1e-5
+    resumed, whole = tmp_path / "resumed", tmp_path / "whole"
+    server.train(1, [steps(resumed, 4), steps(whole, END)])
+    server.train(5, [steps(resumed, END)])
+    for profile in PROFILES:
+        expected = read_weights(newest(whole), profile.label)
+        assert difference(read_weights(newest(resumed), profile.label), expected) < 1e-5
 
 
 @pytest.mark.world_size(2)

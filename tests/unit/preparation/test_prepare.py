@@ -6,7 +6,6 @@ import runpy
 import shutil
 import struct
 import subprocess
-import sys
 import zlib
 from collections import Counter
 from dataclasses import replace
@@ -509,12 +508,16 @@ def test_a_scratch_folder_that_does_not_exist(tmp_path, stages):
 # The command
 
 
-def run_command(*arguments):
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=SCRIPT.parents[1])
+@pytest.fixture
+def run_command(python):
+    def run(*arguments):
+        command = [python, str(SCRIPT), *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=SCRIPT.parents[1])
+
+    return run
 
 
-def test_filters_and_the_dry_run(tmp_path):
+def test_filters_and_the_dry_run(run_command, tmp_path):
     write_folder(tmp_path / "set", 20)
     config = tmp_path / "prepare.yaml"
     config.write_text(
@@ -584,7 +587,7 @@ def test_output_in_a_source(tmp_path):
     assert tree(tmp_path) == before
 
 
-def test_command(hostile, tmp_path):
+def test_command(run_command, hostile, tmp_path):
     out = tmp_path / "out"
     result = run_command(hostile, out, "--edges", 16, 32, "--validation-fraction", 0.3, "--workers", 2, "--shard-mb", 1)
     assert result.returncode == 0, result.stderr
@@ -601,7 +604,7 @@ def test_command(hostile, tmp_path):
     assert "Traceback" not in result.stderr
 
 
-def test_command_with_a_mistake(tmp_path):
+def test_command_with_a_mistake(run_command, tmp_path):
     result = run_command(tmp_path / "none", tmp_path / "out")
     assert result.returncode == 2
     assert result.stdout == ""
