@@ -116,7 +116,7 @@ def plan_memory(config: Config, counts: ParameterCounts, num_ranks: int) -> Memo
     """Compute the memory of a rank."""
     states = _states(config, counts, num_ranks)
     frozen = counts.frozen * WEIGHT_BYTES
-    held = CUDA_BYTES + next(state.total for state in states if state.is_chosen) + frozen
+    held = CUDA_BYTES + state_bytes(config, counts, num_ranks) + frozen
     activations = activation_bytes(config, largest_size(config))
     share = config.data.global_batch_size / num_ranks
 
@@ -147,6 +147,11 @@ def plan_memory(config: Config, counts: ParameterCounts, num_ranks: int) -> Memo
         gpu_bytes=gpu_bytes(size),
         largest_microbatches=largest,
     )
+
+
+def state_bytes(config: Config, counts: ParameterCounts, num_ranks: int) -> int:
+    """Bytes of a rank's training state with the configured parallelism."""
+    return next(state.total for state in _states(config, counts, num_ranks) if state.is_chosen)
 
 
 def _states(config: Config, counts: ParameterCounts, num_ranks: int) -> list[StateMemory]:

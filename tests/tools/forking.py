@@ -9,6 +9,7 @@ after a while SIGKILL.
 import collections
 import contextlib
 import errno
+import functools
 import gc
 import importlib
 import json
@@ -165,7 +166,14 @@ def serve(address: Path, modules: Sequence[str]) -> NoReturn:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # Ranks could not use a GPU that this process has initialised.
     for module in ("matplotlib.backends.backend_agg", "diffusion.train", *modules):
         importlib.import_module(module)
-    importlib.import_module("composer.utils.collect_env").get_cpu_model()  # Takes a second and is remembered.
+    collect_env = importlib.import_module("composer.utils.collect_env")
+    collect_env.get_cpu_model()  # Takes a second and is remembered.
+    collect_env.get_composer_commit_hash = functools.cache(collect_env.get_composer_commit_hash)
+    collect_env.get_composer_commit_hash()  # Is asked for with each checkpoint.
+    from diffusion.config.loading import load_config
+    from diffusion.planning.memory import parameter_counts
+
+    parameter_counts(load_config(str(Path(__file__).with_name("toy.yaml"))))  # Each start of the toy asks for them.
     gc.freeze()  # Collections in ranks skip what is imported, and do not copy its pages.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The processes of jobs leave no zombies.
     with socket.socket(socket.AF_UNIX) as server:

@@ -73,17 +73,18 @@ class Demand:
 def find_demand(config: Config, device: Device, *, num_ranks: int, ranks_per_node: int) -> Demand:
     """Compute the demand of a run from its configuration."""
     # These take many seconds, and the checks before each start need none of them.
-    from diffusion.planning.memory import parameter_counts, plan_memory
+    from diffusion.planning.memory import parameter_counts, plan_memory, state_bytes
     from diffusion.planning.storage import plan_checkpoints, waiting_bytes
 
     data, counts = config.data, parameter_counts(config)
-    memory, checkpoints = plan_memory(config, counts, num_ranks), plan_checkpoints(config, counts)
+    checkpoints = plan_checkpoints(config, counts)
     workers = data.num_workers * (2 if config.validation is not None else 1)
-    in_memory = memory.state_bytes if device is Device.cpu or config.trainer.async_checkpoints else 0
+    holds_state = device is Device.cpu or config.trainer.async_checkpoints
+    in_memory = state_bytes(config, counts, num_ranks) if holds_state else 0
     return Demand(
         shm_bytes=ranks_per_node * waiting_bytes(config, data.global_batch_size // num_ranks),
         memory_bytes=ranks_per_node * (RANK_BYTES + workers * WORKER_BYTES + in_memory),
-        gpu_bytes=memory.gpu_bytes if device is Device.gpu else None,
+        gpu_bytes=plan_memory(config, counts, num_ranks).gpu_bytes if device is Device.gpu else None,
         checkpoint_bytes=checkpoints.largest_bytes,
         storage_bytes=None if is_url(config.trainer.checkpoint_folder or "") else checkpoints.kept_bytes,
     )
