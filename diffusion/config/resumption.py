@@ -34,7 +34,7 @@ _EFFECTS = (
         r"|model\.text_encoder(\.(chunks|path|max_tokens))?|model\.text_adapter(\.(layers|width))?"
         r"|model\.token_routing(\.(share|first|last))?|model\.alignment(\.(path|weight|block|width))?"
         r"|model\.score_conditioning(\.(columns(\.\d+\.(name|mean|std))?|dropout))?"
-        r"|model\.lora(\.(rank|alpha|targets))?"
+        r"|model\.lora(\.(rank|alpha|targets))?|model\.ingredients(\.\d+\.(path|arguments))?"
         r"|objective\.(prediction_type|flow(\.(logit_mean|logit_std|shift))?|zero_terminal_snr|offset_noise|min_snr_gamma)"
         r"|objective\.(stratified_timesteps|caption_dropout|posterior)"
         r"|autoencoder\.(l1_weight|l2_weight|kl_weight|perceptual_weight|vgg_weights|adversarial_weight|vae)"
