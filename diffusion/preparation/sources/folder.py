@@ -63,7 +63,8 @@ CREATE TABLE entries AS
         bool_or(has_caption) AS has_caption, any_value(problem) AS problem
     FROM lines GROUP BY file;
 CREATE TABLE beside AS
-    SELECT stem, kind, min(file) AS file, arg_min(version, file) AS version, arg_min(problem, file) AS problem
+    SELECT stem, kind, min(file) AS file, arg_min(version, file) AS version,
+        CASE WHEN count(*) > 1 THEN 'several, in upper and lower case' ELSE min(problem) END AS problem
     FROM files WHERE kind IN ('text', 'json') GROUP BY stem, kind;
 CREATE TABLE images AS
     SELECT files.*, entries.captions, entries.metadata, entries.has_caption
@@ -123,8 +124,8 @@ class FolderSource(Source):
     `captions`, give it several. Where the table has none for it, the .txt of the same name does. An image that no table
     names has the files of the same name: .txt, whose whole text is one caption, and .json, as img2dataset writes it.
     Rejected are images that a table names and that do not exist or lie out of its folder, links that lead out of the
-    source's folder, and files that have a .txt or .json but neither a known extension nor an image of the same name
-    beside them.
+    source's folder, images with several .txt or .json (in upper and lower case), and files that have a .txt or .json
+    but neither a known extension nor an image of the same name beside them.
     """
 
     kind: ClassVar[str] = "folder"

@@ -2,6 +2,7 @@
 
 import base64
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -232,10 +233,11 @@ def _value_of(scalar: Any) -> Any:
         return [_value_of(entry) for entry in scalar.values]
     if _is_text(scalar.type):
         return scalar.as_buffer().to_pybytes().decode("utf-8", errors="surrogateescape")
-    try:
+    with suppress(ValueError, OverflowError, LookupError):
         return scalar.as_py()
-    except ValueError:  # Times outside the range of Python's.
-        return str(scalar)
+    with suppress(ValueError):  # A time out of the range of Python's types, or finer than these.
+        return scalar.cast(pa.string()).as_py()
+    return None  # A time of an unknown zone.
 
 
 def _is_binary(kind: pa.DataType) -> bool:

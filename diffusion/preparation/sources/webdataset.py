@@ -86,6 +86,7 @@ class WebDatasetSource(Source):
     caption, a sample without a caption.
 
     Of two samples of a name in a tar the first is taken and the second rejected; likewise the second image of a sample.
+    A sample with several .txt or .json is rejected.
     Hard links to earlier members are read (not in a compressed tar), symbolic ones are rejected. What lies before
     damage is read, and the damage is one rejection: an early end, no end mark (a block of zeros), or something else
     than zeros after it, as in tars that were joined by `cat`. The rest of a key is the tar's path and the name of the
@@ -202,6 +203,8 @@ class WebDatasetSource(Source):
             limit = self.image_limit() if kind == "image" else self.text_limit() if kind == "txt" else self.row_limit()
             if size > limit:
                 raise UnfitFileError(Reason.TOO_LARGE, f"{size} bytes are more than {limit}")
+            if kind in sample.contents:
+                raise UnfitFileError(Reason.DUPLICATE_KEY, "several of its sample")
         except UnfitFileError as error:
             sample.problem = UnfitFileError(error.reason, f".{extension}: {error.detail}")
             return

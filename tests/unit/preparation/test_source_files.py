@@ -519,6 +519,16 @@ class TestWebDataset:
         assert [item.key for item in items] == ["x.tar/0", "x.tar/0.png", "x.tar/1"]
         assert reasons(items) == [["one"], "duplicate_key", "missing_caption"]
 
+    def test_several_captions_of_one_image_are_not_chosen_from(self, tmp_path):
+        contents = [("0.jpg", IMAGE), ("0.txt", b"one"), ("0.TXT", b"two"), ("1.jpg", IMAGE), ("1.txt", b"x")]
+        contents += [("2.JSON", b"{}"), ("2.json", b'{"caption": "x"}'), ("2.jpg", IMAGE)]
+        tar = write_tar(tmp_path / "x.tar", contents)
+        assert reasons(read(tar)) == ["duplicate_key", ["x"], "duplicate_key"]
+        for name, content in contents:
+            (tmp_path / "set").mkdir(exist_ok=True)
+            (tmp_path / "set" / name).write_bytes(content)
+        assert reasons(read(tmp_path / "set")) == ["unreadable", ["x"], "unreadable"]
+
     @pytest.mark.parametrize("compress", [bytes, gzip.compress], ids=["plain", "gzip"])
     def test_members_that_are_too_large_are_not_read(self, tmp_path, compress):
         members = [
@@ -743,6 +753,20 @@ class TestParquet:
         path = write_parquet(tmp_path / "set" / "y.parquet", {"image": structs, "caption": ["x"]})
         assert read(path)[0].image == IMAGE + b"set/a.png"
 
+    def test_times_that_python_cannot_hold(self, tmp_path):
+        columns = {
+            "far": pa.array([2**62], pa.timestamp("us")),
+            "fine": pa.array([1], pa.timestamp("ns")),
+            "zone": pa.array([0], pa.timestamp("s", "Mars/Phobos")),
+            "day": pa.array([2**31 - 1], pa.int32()).cast(pa.date32()),
+            "span": pa.array([2**62], pa.duration("s")),
+        }
+        (record,) = read(write_parquet(tmp_path / "x.parquet", {"image": [IMAGE], "text": ["c"], **columns}))
+        assert isinstance(record, Record)
+        assert record.metadata["fine"] == "1970-01-01 00:00:00.000000001"
+        assert record.metadata["zone"] is None
+        assert record.metadata.keys() == columns.keys()
+
     def test_invalid_utf8(self, tmp_path):
         bad = pa.array([b"ok", b"\xff\xfe"]).view(pa.string())
         items = read(write_parquet(tmp_path / "x.parquet", {"image": [IMAGE] * 2, "caption": bad, "note": bad}))
@@ -849,7 +873,7 @@ class TestParquet:
         pages = {"compression": "zstd", "use_dictionary": False, "row_group_size": 4}
         large = [bytes(2**20)] * 4
         noisy = [os.urandom(2**20) for _ in range(4)]
-        columns = {"image": [IMAGE] * 4 + large + noisy + [IMAGE] * 8}
+        columns: dict = {"image": [IMAGE] * 4 + large + noisy + [IMAGE] * 8}
         columns["caption"] = ["c"] * 12 + ["w " * 2**18] * 4 + ["c"] * 4
         source = open_source(write_parquet(tmp_path / "x.parquet", columns, **pages))
         assert reasons(scan(source)) == [["c"]] * 4 + ["too_large"] * 4 + [["c"]] * 4 + ["too_large"] * 4 + [["c"]] * 4
