@@ -202,7 +202,7 @@ def _to_rgb(image: Image.Image, profile: bytes | None) -> Image.Image:
     if image.mode == "F":
         raise ValueError("floating-point samples have no defined range")
     if image.has_transparency_data:
-        rgba = image.convert("RGBA")
+        rgba = image if image.mode == "RGBA" else image.convert("RGBA")
         page = Image.new("RGB", image.size, "white")
         page.paste(to_srgb(rgba, profile), mask=rgba.getchannel("A"))
         return page

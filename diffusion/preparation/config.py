@@ -199,7 +199,7 @@ class LimitsConfig:
 
     max_decoded_mb: int = bounded(640, min=1, max=2048)
     """Memory in MiB of the decoded image, at 4 bytes a pixel: 640 are 167 megapixels. A worker takes up to three times
-    that; with transparency or a colour profile, five times."""
+    that; with transparency or a colour profile, five times; of an animated WebP, six times."""
 
     max_decoding_seconds: int = bounded(120, min=1)
     """CPU time of decoding the image; beyond it the worker is ended and the image rejected as `undecodable`. Likewise
