@@ -237,7 +237,7 @@ class MDSSource(Source):
             image = _image_of(columns.encodings[columns.image], values[columns.image])
         except UnfitFileError as error:
             return Rejected(key, error.reason, location, error.detail)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, ArithmeticError, LookupError) as error:
             return Rejected(key, Reason.INVALID_JSON, location, str(error)[:80])
         return make_record(key, image, captions, metadata, location)
 
@@ -408,6 +408,9 @@ def _image_of(encoding: str, data: bytes) -> bytes:
     if encoding in _AS_THEY_CAME:
         return data
     try:
+        width, height = struct.unpack_from("<2I", data)
+        if width * height > 8 * len(data):  # Memory is taken for the size that it says.
+            raise ValueError(f"{len(data)} bytes, which cannot hold {width} x {height} pixels")
         image, content = _decode("pil", data), io.BytesIO()
         is_png = image.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
         image.save(content, "PNG" if is_png else "TIFF")

@@ -1,6 +1,7 @@
 import io
 import json
 import os
+import struct
 import tracemalloc
 from pathlib import Path
 
@@ -216,6 +217,23 @@ class TestOthers:
         assert reasons(read(folder, limits=LimitsConfig(max_metadata_kb=1, max_caption_characters=100))) == [
             "too_large"
         ]
+
+    @pytest.mark.parametrize(
+        ("column", "encoding", "content"),
+        [
+            ("n", "str_decimal", b"x"), ("n", "str_int", b"x"), ("n", "int", b""), ("n", "float32", b"1"),
+            ("image", "pil", b""), ("image", "pil", struct.pack("<3I", 300_000, 300_000, 3) + b"RGB"),
+        ],
+    )  # fmt: skip
+    def test_values_that_are_not_of_their_encoding(self, tmp_path, column, encoding, content):
+        sample = {"image": noise(4, 4), "caption": b"x", "n": b""} | {column: content}
+        folder = write_mds(tmp_path / "set", dict.fromkeys(sample, "bytes"), [sample])
+        index = json.loads((folder / "index.json").read_text())
+        (shard,) = index["shards"]
+        encodings = {"image": "bytes", "caption": "str", "n": "bytes"} | {column: encoding}
+        shard["column_encodings"] = [encodings[name] for name in shard["column_names"]]
+        (folder / "index.json").write_text(json.dumps(index))
+        assert reasons(read(folder)) == ["undecodable" if column == "image" else "invalid_json"]
 
     def test_damaged_compression(self, tmp_path):
         samples = [{"image": noise(12, 12, number), "caption": "x"} for number in range(6)]
