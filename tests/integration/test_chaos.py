@@ -13,6 +13,7 @@ FAULTS = ["poison", "kill_rank", "truncate_checkpoint", "freeze"]
 @pytest.mark.world_size(2)
 def test_a_supervised_run_recovers_from_faults_and_equals_an_undisturbed_one(server, tmp_path):
     command = ["tests/tools/chaos.py", "--faults", "4", "--kinds", *FAULTS, "--out", str(tmp_path / "out")]
+    command += ["--server", str(server.address)]
     patience = ["operations.supervision.hang_floor=40", "data.download_timeout=60"]
     job = server.command(0, [*command, SMALL_UNET, *patience])
     assert "4 faults: draws, losses and weights of all " in job.output

@@ -9,6 +9,7 @@ weights. Exit code 1 if not.
 """
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -38,7 +39,7 @@ from diffusion.operations.events import read_events
 from diffusion.operations.heartbeats import HeartbeatRecord, read_heartbeats
 from diffusion.operations.processes import is_alive, kill, tree
 from diffusion.reports.tables import markdown_table
-from tests.tools.forking import ForkingServer
+from tests.tools.forking import ForkingServer, launcher
 from tests.tools.s3_server import S3Server, find_s3rver
 from verification.runs import (
     ROOT,
@@ -308,6 +309,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--kinds", nargs="+", metavar="KIND", help="which; docs/operations.md describes them")
     parser.add_argument("--seed", type=int, default=0, help="of kinds and times")
+    parser.add_argument("--server", type=Path, help="socket of a process that forks ranks; by default one is started")
     parser.add_argument("--out", type=Path, default=Path("runs/chaos"), help="replaced if it exists")
     arguments = parser.parse_args()
     possible = [kind for kind in FAULTS if find_s3rver() or kind not in STORE_FAULTS]
@@ -319,19 +321,21 @@ def main() -> None:
     shutil.rmtree(out, ignore_errors=True)
     data = make_data(out / "data", 32)
     faults = plan(arguments.kinds or possible, arguments.faults, arguments.seed)
-    server = ForkingServer(environment=environment(NUM_RANKS))
-    try:
-        server.await_start()
+    with contextlib.ExitStack() as stack:
+        address = arguments.server
+        if address is None:
+            server = ForkingServer(environment=environment(NUM_RANKS))
+            stack.callback(server.close)
+            server.await_start()
+            address = server.address
         recipe = Recipe(
             yaml=ROOT / "yamls/tiny/phase1.yaml",
             overrides=(*SETTINGS, f"model.vae={data / 'vae'}", *arguments.overrides),
             num_steps=faults[-1].step + 2 * GAP,
             root=out,
-            launcher=server.launcher,
+            launcher=functools.partial(launcher, address),
         )
         compare_runs(recipe, faults, data)
-    finally:
-        server.close()
 
 
 def compare_runs(recipe: Recipe, faults: Sequence[Fault], data: Path) -> None:
