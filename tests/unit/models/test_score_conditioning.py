@@ -25,10 +25,15 @@ from diffusion.models.ingredients.score_conditioning import ScoreEmbedding, drop
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.planning.memory import _network_counts
 
-UNET = {"block_out_channels": [16, 32], "norm_num_groups": 4}
 NETWORKS = {
-    Architecture.tiny: UNET,
-    Architecture.tiny_xl: {**UNET, "attention_head_dim": [2, 2]},
+    Architecture.tiny: {
+        "block_out_channels": [16],
+        "down_block_types": ["DownBlock2D"],
+        "up_block_types": ["UpBlock2D"],
+        "attention_head_dim": [2],
+        "norm_num_groups": 4,
+    },
+    Architecture.tiny_xl: {"block_out_channels": [16, 32], "norm_num_groups": 4, "attention_head_dim": [2, 2]},
     Architecture.tiny_transformer: {"hidden_size": 32, "num_heads": 2, "depth": 2, "axes_dim": (8, 8)},
 }
 COLUMNS = [ScoreColumn(name="aesthetic", mean=5.0, std=1.5), ScoreColumn(name="sharpness", std=100.0)]
