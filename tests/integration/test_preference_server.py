@@ -310,15 +310,15 @@ def command(python: str, *arguments: object) -> subprocess.CompletedProcess:
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: apt-get install chromium")
 def test_pairs_by_clicks_and_keys_in_a_browser(server, python, tmp_path):
-    prompts = [HOSTILE, *(f"prompt {i}" for i in range(11))]
+    prompts = [HOSTILE, *(f"prompt {i}" for i in range(23))]
     models = write_models(tmp_path, prompts=prompts)
-    options = ["--pairs", "12", "--repeats", "0", "--checks", "0"]
+    options = ["--pairs", "24", "--repeats", "0", "--checks", "0"]
     expected = []
     draw = random.Random(5)
     with serving(server, tmp_path, models, *options) as (address, _), Tab(390, 844) as tab:
         tab.open(address, "document.querySelector('button.next')")
         tab.click("button.next")
-        for i in range(12):
+        for i in range(24):
             tab.wait(f"document.body.dataset.ready == 'true' && document.querySelector('progress').value == {i}")
             assert tab.value("document.title") == "Which image?"
             answers = draw.choices(["first", "neither", "second"], k=2)
@@ -344,5 +344,5 @@ def test_pairs_by_clicks_and_keys_in_a_browser(server, python, tmp_path):
     assert {row["quality"] for row in rows} == {*MODELS[:2], ""}
     done = command(python, "report", tmp_path / "votes.sqlite", "--out", tmp_path / "report")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"\b12 votes of 1\b", done.stdout)
+    assert re.search(r"\b24 votes of 1\b", done.stdout)
     assert (tmp_path / "report" / "preference.png").stat().st_size > 5000
