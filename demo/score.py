@@ -22,9 +22,9 @@ Rates = Mapping[str, float]
 have them, relation and positions."""
 
 
-def rates(images: Sequence[Image.Image], asked: Sequence[Scene]) -> Rates:
+def rates(images: Sequence[Image.Image], requested: Sequence[Scene]) -> Rates:
     """Shares of images that agree with their scenes."""
-    scores = [score(image, scene) for image, scene in zip(images, asked, strict=True)]
+    scores = [score(image, scene) for image, scene in zip(images, requested, strict=True)]
     found: dict[str, float] = {"number": len(scores)}
     for name in ("colour", "shape", "count", "relation", "position"):
         values = [value for one in scores if (value := getattr(one, name)) is not None]
@@ -58,14 +58,18 @@ def score_model(
     """
     found: list[Rates] = []
     images: list[list[Image.Image]] = []
-    for asked, seed, num_seeds in zip(
+    for requested, seed, num_seeds in zip(
         prompts(), (0, 1_000_000), (seeds_per_prompt, max(1, seeds_per_prompt // 2)), strict=True
     ):
         generated = model.generate(
-            [caption(scene) for scene in asked], num_images_per_prompt=num_seeds, seed=seed, batch_size=32, **sampling
+            [caption(scene) for scene in requested],
+            num_images_per_prompt=num_seeds,
+            seed=seed,
+            batch_size=32,
+            **sampling,
         )
         assert isinstance(generated, list)
-        found.append(rates(generated, [scene for scene in asked for _ in range(num_seeds)]))
+        found.append(rates(generated, [scene for scene in requested for _ in range(num_seeds)]))
         images.append(generated)
     own, shuffled = oracle_rates(200, model.resolution)
     return {"single": found[0], "pairs": found[1], "oracle": own, "oracle_shuffled": shuffled}, images[0], images[1]

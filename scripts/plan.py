@@ -93,11 +93,11 @@ def choose_fleets(words: Sequence[str], configs: Sequence[Config], fleets: "Sequ
     """The fleet of each run, from words such as phase1=32xA100."""
     from diffusion.planning.fleets import fleet_called
 
-    asked = {run: fleet for run, _, fleet in (word.partition("=") for word in words)}
+    chosen = {run: fleet for run, _, fleet in (word.partition("=") for word in words)}
     names = [config.run_name for config in configs]
-    if asked.keys() != {*names}:
+    if chosen.keys() != {*names}:
         raise ConfigurationError(f"--fleet {' '.join(words)}: give NAME=NxKIND for each run: {', '.join(names)}")
-    return [fleet_called(asked[name], fleets) for name in names]
+    return [fleet_called(chosen[name], fleets) for name in names]
 
 
 def load_configs(words: Sequence[str], samples: Sequence[float] | None) -> list[Config]:

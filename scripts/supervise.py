@@ -53,7 +53,7 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def read_fleet(options: argparse.Namespace) -> "HostPool | None":
+def read_pool(options: argparse.Namespace) -> "HostPool | None":
     """Read the hosts that are available; None for a job of this machine."""
     from diffusion.operations.hosts import HOSTS_PLACEHOLDER, HostPool, parse_host_names
 
@@ -77,7 +77,7 @@ def read_fleet(options: argparse.Namespace) -> "HostPool | None":
 def main() -> None:
     """Supervise."""
     options = parse_arguments()
-    fleet = read_fleet(options)
+    pool = read_pool(options)
     from diffusion.config.fields import check_sections
     from diffusion.config.loading import load_config
     from diffusion.operations.events import EventLog
@@ -94,7 +94,7 @@ def main() -> None:
     if options.grow_after is not None and settings.check_timeout is None:
         raise ConfigurationError("--grow-after needs the check of hosts: set operations.supervision.check_timeout")
     events = EventLog(run, webhook_address(settings.webhook_variable))
-    job = HostedJob(options.command, [yaml, *overrides], fleet, config, settings.check_timeout, events)
+    job = HostedJob(options.command, [yaml, *overrides], pool, config, settings.check_timeout, events)
     heartbeats = heartbeat_folder(config, run)
     supervisor = Supervisor(
         job.start,

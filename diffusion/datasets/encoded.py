@@ -5,15 +5,13 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from diffusion.config.data import ImageSize
+from diffusion.datasets.manifest import ENCODED
 from diffusion.datasets.streams import Files, find_manifest
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
 from diffusion.storage import Access
 
 VERSION = 1
-ENCODED = "encoded"
-"""Value of `kind` in the manifest."""
-
 CODE = "float16-moments-v2"
 """Identity of what is computed and stored besides VAE, tokenizer and transform; raised whenever that changes."""
 

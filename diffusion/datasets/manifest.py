@@ -13,6 +13,9 @@ SPLITS = ("train", "validation")
 """Folders of the shards."""
 
 MANIFEST = "manifest.json"
+ENCODED = "encoded"
+"""Value of `kind` in the manifest of encoded data."""
+
 WORK = "work.partial"
 """Folder of a data set while it is being encoded."""
 

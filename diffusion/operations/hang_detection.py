@@ -112,17 +112,19 @@ def collect_stacks(folder: Path, heartbeats: Sequence[HeartbeatRecord]) -> str:
     sizes = {
         one.rank: files[one.rank].stat().st_size for one in heartbeats if is_alive(one) and files[one.rank].exists()
     }
-    asked = [one for one in heartbeats if one.rank in sizes]
-    for one in asked:
+    requested = [one for one in heartbeats if one.rank in sizes]
+    for one in requested:
         with contextlib.suppress(ProcessLookupError):
             _signal_main_thread(one.pid)
             os.kill(one.pid, signal.SIGCONT)  # A stopped process writes nothing.
     deadline = time.monotonic() + timeouts.STACKS
-    while time.monotonic() < deadline and not all(_has_written(files[one.rank], one, sizes[one.rank]) for one in asked):
+    while time.monotonic() < deadline and not all(
+        _has_written(files[one.rank], one, sizes[one.rank]) for one in requested
+    ):
         time.sleep(0.05)
     parts = []
     for one in heartbeats:
-        text = files[one.rank].read_text(errors="replace").rstrip() if one in asked else ""
+        text = files[one.rank].read_text(errors="replace").rstrip() if one in requested else ""
         missing = f"no answer from process {one.pid} on {one.host}: ended, hung in the kernel, or on another machine"
         parts.append(f"rank {one.rank}, in phase {one.phase.value} of step {one.step}:\n{text or missing}\n")
     return "\n".join(parts)

@@ -138,7 +138,7 @@ class HostPool:
     """None is one for each GPU, or one without GPUs; hosts with another number of GPUs than most are unfit then."""
 
 
-def choose_hosts(found: Survey, fleet: HostPool, config: Config) -> tuple[tuple[str, ...], int]:
+def choose_hosts(found: Survey, pool: HostPool, config: Config) -> tuple[tuple[str, ...], int]:
     """Choose fit hosts in their order: the wanted number, or else the largest one on which the run can start.
 
     The results of the run do not depend on the number.
@@ -150,14 +150,14 @@ def choose_hosts(found: Survey, fleet: HostPool, config: Config) -> tuple[tuple[
         MachineError: all hosts have the same problem, or the run can start on no number of fit ones.
     """
     _raise_shared_problems(found)
-    unfit, ranks = set(found.unfit), fleet.ranks_per_host
+    unfit, ranks = set(found.unfit), pool.ranks_per_host
     if ranks is None:
         num_gpus = {host: speed.num_gpus for host, speed in found.speeds.items() if host not in unfit}
         usual = statistics.mode(num_gpus.values()) if num_gpus else 1
         unfit |= {host for host, number in num_gpus.items() if number != usual}
         ranks = max(1, usual)
     fit = [host for host in found.hosts if host not in unfit]
-    most = min(fleet.wanted or len(fit), len(fit))
+    most = min(pool.wanted or len(fit), len(fit))
     problems = {num: rank_problems(config, num * ranks) for num in range(most, 0, -1)}
     num = next((num for num, of_num in problems.items() if not of_num), None)
     if num is None:
@@ -183,7 +183,7 @@ class HostedJob:
     Args:
         command: command that starts it.
         arguments: YAML and overrides in it.
-        fleet: hosts that ssh reaches; None is this machine alone.
+        pool: hosts that ssh reaches; None is this machine alone.
         config: configuration of the run, whose sections are right.
         timeout: seconds for the check; None omits it.
         events: log of events.
@@ -193,23 +193,23 @@ class HostedJob:
         self,
         command: Sequence[str],
         arguments: Sequence[str],
-        fleet: HostPool | None,
+        pool: HostPool | None,
         config: Config,
         timeout: float | None,
         events: EventLog,
     ) -> None:
-        self._command, self._fleet, self._config = tuple(command), fleet, config
+        self._command, self._pool, self._config = tuple(command), pool, config
         self._timeout, self._events = timeout, events
         self.environment = dict(os.environ)
         """Variables of the job; `start` sets the ranks of each host."""
 
-        if fleet is not None and fleet.ranks_per_host is not None:
-            self.environment["RANKS_PER_HOST"] = str(fleet.ranks_per_host)
+        if pool is not None and pool.ranks_per_host is not None:
+            self.environment["RANKS_PER_HOST"] = str(pool.ranks_per_host)
         self._used: tuple[str, ...] = ()
         self._num_ranks = 0
         self._speeds: dict[str, NodeSpeed] = {}
         here = [sys.executable, "-m", CHECK_MODULE, *arguments]
-        self._check = (lambda host: here) if fleet is None else check_over_ssh(arguments)
+        self._check = (lambda host: here) if pool is None else check_over_ssh(arguments)
 
     def start(self) -> list[str]:
         """Check the hosts and return the command of the next start.
@@ -217,15 +217,15 @@ class HostedJob:
         Raises:
             MachineError: no start is possible.
         """
-        fleet = self._fleet
-        hosts = fleet.hosts[: fleet.wanted] if fleet is not None else ()
+        pool = self._pool
+        hosts = pool.hosts[: pool.wanted] if pool is not None else ()
         if self._timeout is not None:
-            found = survey(fleet.hosts if fleet else [socket.gethostname()], self._check, self._timeout)
+            found = survey(pool.hosts if pool else [socket.gethostname()], self._check, self._timeout)
             self._report(found)
-            if fleet is None:
+            if pool is None:
                 _raise_shared_problems(found)
             else:
-                hosts, self._num_ranks = choose_hosts(found, fleet, self._config)
+                hosts, self._num_ranks = choose_hosts(found, pool, self._config)
                 self._used, self._speeds = hosts, {host: found.speeds[host] for host in hosts}
                 self.environment["RANKS_PER_HOST"] = str(self._num_ranks // len(hosts))
                 log.info("%d ranks on %s", self._num_ranks, ", ".join(hosts))
@@ -236,17 +236,17 @@ class HostedJob:
 
         Those that it uses are not disturbed: they count as fit, with the speeds measured before its start.
         """
-        fleet = self._fleet
-        assert fleet is not None and self._timeout is not None
-        idle = [host for host in fleet.hosts if host not in self._used]
-        if not idle or len(self._used) == fleet.wanted:
+        pool = self._pool
+        assert pool is not None and self._timeout is not None
+        idle = [host for host in pool.hosts if host not in self._used]
+        if not idle or len(self._used) == pool.wanted:
             return False
         found = survey(idle, self._check, self._timeout)
         speeds = self._speeds | found.speeds
         verdicts = (*found.verdicts, *compare_nodes(list(speeds.values())))
-        joined = Survey(hosts=fleet.hosts, speeds=speeds, verdicts=verdicts)
+        joined = Survey(hosts=pool.hosts, speeds=speeds, verdicts=verdicts)
         try:
-            return choose_hosts(joined, fleet, self._config)[1] > self._num_ranks
+            return choose_hosts(joined, pool, self._config)[1] > self._num_ranks
         except MachineError:
             return False
 

@@ -16,14 +16,12 @@ from diffusion.checkpointing.layout import batch_of
 from diffusion.config.fields import size_text
 from diffusion.config.schema import Config
 from diffusion.datasets.cache import LOCKS
-from diffusion.datasets.encoded import ENCODED
-from diffusion.datasets.manifest import MANIFEST, SCAN, WORK, PreparedManifest
+from diffusion.datasets.manifest import ENCODED, MANIFEST, SCAN, WORK, PreparedManifest
 from diffusion.errors import ConfigurationError
 from diffusion.formats.run_folder import CHECKPOINTS, checkpoint_folder, is_run
 from diffusion.operations.costs import StartCosts
 from diffusion.operations.runs import absolute, checkpoints_of
-from diffusion.planning.amounts import SECONDS_PER_DAY, located_streams
-from diffusion.planning.fleets import DAYS_PER_MONTH, sum_known
+from diffusion.planning.amounts import DAYS_PER_MONTH, SECONDS_PER_DAY, located_streams, sum_known
 from diffusion.storage import Access, StoredFile, is_url, join
 
 _MANY_USERS = 3

@@ -1,6 +1,6 @@
 """Images, time and cost of a run, and the exposure of its streams; needs no model."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from diffusion.errors import ConfigurationError, DataError
 from diffusion.storage import is_url
 
 SECONDS_PER_DAY = 86400
+DAYS_PER_MONTH = 365.25 / 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +133,12 @@ def plan_epoch(config: Config, num_images: int) -> EpochPlan:
         for plan, shape, lost in zip(plans, shapes, epoch.dropped, strict=True)
     ]
     return EpochPlan(streams=plans, num_steps=epoch.num_steps)
+
+
+def sum_known(values: Iterable[float | None]) -> float | None:
+    """Sum; None if a value is unknown."""
+    known = list(values)
+    return None if None in known else sum(value for value in known if value is not None)
 
 
 def located_streams(config: Config) -> dict[str, list[StreamLocation]]:

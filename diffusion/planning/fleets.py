@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from diffusion.config.data import ImageSize
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.config.schema import Config, Task
 from diffusion.errors import ConfigurationError
-from diffusion.planning.amounts import SECONDS_PER_DAY
+from diffusion.planning.amounts import DAYS_PER_MONTH, SECONDS_PER_DAY, sum_known
 from diffusion.planning.plan import (
     UNKNOWN,
     Plan,
@@ -31,8 +31,6 @@ from diffusion.planning.published import (
     PRICE_PER_A100_HOUR,
     TRAINING_A100_HOURS,
 )
-
-DAYS_PER_MONTH = 365.25 / 12
 
 NAMES = {"fleet", "run", "nodes"}
 """Columns that say what a row is about."""
@@ -158,12 +156,6 @@ class Budget:
         return sum_known(run.cost for run in self.runs)
 
 
-def sum_known(values: Iterable[float | None]) -> float | None:
-    """Sum; None if a value is unknown."""
-    known = list(values)
-    return None if None in known else sum(value for value in known if value is not None)
-
-
 def plan_on(
     config: Config,
     fleet: Fleet,
@@ -256,13 +248,13 @@ def rate_for(fleet: Fleet, config: Config) -> float:
     nearest = min(fleet.images_per_second, key=lambda one: abs(one - side))
     measured = Config(model=ModelConfig(architecture=fleet.architecture))
     known = training_flops(measured, ImageSize(nearest, nearest))
-    asked = training_flops(config, ImageSize(side, side))
-    if known is None or asked is None:
+    own = training_flops(config, ImageSize(side, side))
+    if known is None or own is None:
         raise ConfigurationError(
             f"fleet {fleet.name} has no images_per_second at {side} px, and model.network has blocks whose operations "
             "are not known: measure it with `python -m benchmarks step`"
         )
-    return fleet.images_per_second[nearest] * known / asked
+    return fleet.images_per_second[nearest] * known / own
 
 
 # Throughput of many GPUs from that of one

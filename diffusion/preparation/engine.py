@@ -98,7 +98,7 @@ def run(
 
     Raises:
         UserError: that of a task, as it is; other exceptions likewise, with their traceback as the cause.
-        ConfigurationError: Ray is asked for and not installed.
+        ConfigurationError: Ray is requested and not installed.
         MachineError: a worker died or memory ran out, at the task that `describe` names, or Ray cannot be used or
             lacks the resources. What tasks have written stays.
     """
@@ -338,13 +338,13 @@ def _run_by_ray(
 
 def _check_room(ray: Any, options: Mapping[str, Any]) -> None:
     """Check that a node of the cluster has what an actor asks for; Ray would wait for one without end."""
-    asked = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], "memory": options.get("memory")}
-    asked = {name: amount for name, amount in {**asked, **(options.get("resources") or {})}.items() if amount}
+    requested = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], "memory": options.get("memory")}
+    requested = {name: amount for name, amount in {**requested, **(options.get("resources") or {})}.items() if amount}
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    if any(all(node["Resources"].get(name, 0) >= amount for name, amount in asked.items()) for node in nodes):
+    if any(all(node["Resources"].get(name, 0) >= amount for name, amount in requested.items()) for node in nodes):
         return
-    wanted = ", ".join(f"{amount:g} {name}" for name, amount in asked.items())
-    found = {name: max((node["Resources"].get(name, 0) for node in nodes), default=0) for name in asked}
+    wanted = ", ".join(f"{amount:g} {name}" for name, amount in requested.items())
+    found = {name: max((node["Resources"].get(name, 0) for node in nodes), default=0) for name in requested}
     message = (
         f"no node of the Ray cluster has what each worker asks for: {wanted} (most on a node: "
         f"{', '.join(f'{amount:g} {name}' for name, amount in found.items())})"

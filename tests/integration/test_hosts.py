@@ -19,7 +19,7 @@ from diffusion.operations.checks.verdicts import Level, Verdict, problem
 from diffusion.operations.events import EventLog, read_events
 from diffusion.operations.hosts import CHECK_MODULE, HostedJob, HostPool, Survey, check_over_ssh, choose_hosts, survey
 from diffusion.operations.supervisor import Supervisor
-from scripts.supervise import parse_arguments, read_fleet, webhook_address
+from scripts.supervise import parse_arguments, read_pool, webhook_address
 from tests.tools.training_runs import ROOT
 
 pytestmark = pytest.mark.slow
@@ -38,8 +38,8 @@ def ask(answers: dict[str, Sequence[str]], timeout: float = 60) -> Survey:
 
 def chosen(found: Survey, *overrides: str, wanted: int | None = None, ranks_per_host: int | None = None):
     """The chosen hosts, in words, and the world size."""
-    fleet = HostPool(hosts=found.hosts, wanted=wanted, ranks_per_host=ranks_per_host)
-    hosts, num_ranks = choose_hosts(found, fleet, run_of(64, *overrides))
+    pool = HostPool(hosts=found.hosts, wanted=wanted, ranks_per_host=ranks_per_host)
+    hosts, num_ranks = choose_hosts(found, pool, run_of(64, *overrides))
     return " ".join(hosts), num_ranks
 
 
@@ -155,12 +155,12 @@ def test_the_check_of_another_host_keeps_its_arguments_in_one_piece(tmp_path, mo
 
 
 FULL = problem("output folder", "no room", "free space")
-FLEET = HostPool(hosts=("n0", "n1", "n2"), wanted=2, ranks_per_host=2)
+POOL = HostPool(hosts=("n0", "n1", "n2"), wanted=2, ranks_per_host=2)
 
 
 @pytest.fixture
 def answer(tmp_path, monkeypatch):
-    """Decide what each host of the fleet answers; the job is a command that notes the hosts it gets."""
+    """Decide what each host of the pool answers; the job is a command that notes the hosts it gets."""
     ssh = tmp_path / "ssh"
     ssh.write_text(f'#!/bin/bash\ncat {tmp_path}/"${{@: -2:1}}"\n')
     ssh.chmod(0o755)
@@ -170,7 +170,7 @@ def answer(tmp_path, monkeypatch):
         reading = {"name": host, "host": host, "num_gpus": 0, **speed}
         (tmp_path / host).write_text(json.dumps({"reading": reading, "verdicts": [asdict(one) for one in verdicts]}))
 
-    for host in FLEET.hosts:
+    for host in POOL.hosts:
         decide(host)
     return decide
 
@@ -180,7 +180,7 @@ def supervise(folder: Path, code: int, *, max_restarts: int = 10, timeout: float
     events = EventLog(run)
     note = f"echo $RANKS_PER_HOST > {folder}/environment; echo $@ >> {folder}/starts; exit {code}"
     command = ["bash", "-c", note, "job", "{hosts}"]
-    job = HostedJob(command, [], FLEET, run_of(8), timeout, events)
+    job = HostedJob(command, [], POOL, run_of(8), timeout, events)
     settings = SupervisionConfig(first_pause=0.01, longest_pause=0.01, max_restarts=max_restarts)
     return Supervisor(job.start, run, run / "beats", settings, events, environment=job.environment).run()
 
@@ -205,7 +205,7 @@ def test_hosts_are_checked_before_each_start(answer, tmp_path):
 
 
 def test_nothing_is_started_on_unfit_machines(answer, tmp_path):
-    for host in FLEET.hosts:
+    for host in POOL.hosts:
         answer(host, FULL)
     assert supervise(tmp_path, 0) == 2
     assert not (tmp_path / "starts").exists()
@@ -223,10 +223,10 @@ def test_without_a_check_the_first_hosts_are_taken(answer, tmp_path):
 def test_the_job_starts_the_ranks_for_which_its_hosts_were_chosen(answer, tmp_path, monkeypatch):
     monkeypatch.setenv("RANKS_PER_HOST", "9")
     for num_gpus, ranks in ((0, "1"), (4, "4")):
-        for host in FLEET.hosts:
+        for host in POOL.hosts:
             answer(host, num_gpus=num_gpus)
-        fleet = replace(FLEET, ranks_per_host=None)
-        job = HostedJob(["{hosts}"], [], fleet, run_of(8), 60.0, EventLog(tmp_path))
+        pool = replace(POOL, ranks_per_host=None)
+        job = HostedJob(["{hosts}"], [], pool, run_of(8), 60.0, EventLog(tmp_path))
         assert job.start() == ["n0 n1"]
         assert job.environment["RANKS_PER_HOST"] == ranks
 
@@ -234,8 +234,8 @@ def test_the_job_starts_the_ranks_for_which_its_hosts_were_chosen(answer, tmp_pa
 def test_a_job_could_grow_when_more_hosts_are_fit_than_it_uses(answer, tmp_path):
     answer("n1", FULL)
     answer("n2", FULL)
-    fleet = replace(FLEET, wanted=None)
-    job = HostedJob(["{hosts}"], [], fleet, run_of(8), 60.0, EventLog(tmp_path))
+    pool = replace(POOL, wanted=None)
+    job = HostedJob(["{hosts}"], [], pool, run_of(8), 60.0, EventLog(tmp_path))
     assert job.start() == ["n0"]
     assert not job.could_grow()
     answer("n0", FULL)  # It is busy, and not asked.
@@ -265,17 +265,15 @@ def test_this_machine_is_refused_with_its_name(tmp_path, monkeypatch):
     assert (event["event"], event["host"]) == ("unfit", "here")
 
 
-def fleet_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> HostPool | None:
+def pool_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> HostPool | None:
     monkeypatch.setattr(sys, "argv", ["supervise.py", *arguments])
-    return read_fleet(parse_arguments())
+    return read_pool(parse_arguments())
 
 
 def test_a_file_of_hosts_may_hold_comments(tmp_path, monkeypatch):
     (tmp_path / "hosts").write_text("# rack 1\nn0 n1  # the new ones\n\nn2\n")
-    fleet = fleet_of(
-        monkeypatch, "--hosts", str(tmp_path / "hosts"), "--nodes", "2", "--", "ssh.sh", "{hosts}", "x.yaml"
-    )
-    assert fleet == HostPool(hosts=("n0", "n1", "n2"), wanted=2)
+    pool = pool_of(monkeypatch, "--hosts", str(tmp_path / "hosts"), "--nodes", "2", "--", "ssh.sh", "{hosts}", "x.yaml")
+    assert pool == HostPool(hosts=("n0", "n1", "n2"), wanted=2)
 
 
 @pytest.mark.parametrize(
@@ -300,7 +298,7 @@ def test_mistakes_in_the_hosts_of_a_supervisor(tmp_path, monkeypatch, arguments,
     for name, text in {"hosts": "n0\nn1\n", "twice": "n1 n0\nn1\n", "none": "# n0\n"}.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigurationError) as caught:
-        fleet_of(monkeypatch, *arguments)
+        pool_of(monkeypatch, *arguments)
     assert message in str(caught.value)
 
 

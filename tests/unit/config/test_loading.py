@@ -257,7 +257,7 @@ def test_streams_are_not_missing_if_a_plugin_replaces_them(write):
 def test_what_only_reads_files_imports_neither_torch_nor_composer():
     modules = [
         *("config.checks", "cli", "formats.run_folder", "operations.runs", "operations.costs", "operations.supervisor"),
-        *("reports.run_page", "sweeps", "preparation.prepare", "preparation.takedown"),
+        *("operations.inventory", "reports.run_page", "sweeps", "preparation.prepare", "preparation.takedown"),
     ]
     imports = ", ".join(["apps.preference.server", *(f"diffusion.{module}" for module in modules)])
     code = f"import sys, {imports}; print({{'torch', 'composer', 'streaming'}} & sys.modules.keys())"
