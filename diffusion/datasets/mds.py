@@ -577,17 +577,21 @@ def check_files(folder: Path | str, shards: Iterable[Shard]) -> None:
             raise DataError(f"{storage.join(str(folder), name)} {state}; fetch or write the folder anew")
 
 
-def delete_unnamed(uri: str, named: Mapping[str, Collection[str]]) -> None:
+def delete_unnamed(
+    uri: str, named: Mapping[str, Collection[str]], is_spared: Callable[[str], bool] = lambda _: False
+) -> None:
     """Delete what killed runs left in a data set: unfinished files, and files of the splits that no index names.
 
     Args:
         uri: the data set, a path or an s3:// URI.
         named: names of the files of each `<split>/<bucket>`, the index among them.
+        is_spared: tells by its name which shard stays although no index names it.
     """
 
     def is_left(name: str) -> bool:
         folder, _, base = name.rpartition("/")
-        return base.endswith(PARTIAL) or (folder.split("/")[0] in SPLITS and base not in named.get(folder, ()))
+        is_named = base in named.get(folder, ()) or (base.startswith("shard.") and is_spared(base))
+        return base.endswith(PARTIAL) or (folder.split("/")[0] in SPLITS and not is_named)
 
     left = filter(is_left, storage.list_files(uri))
     indexes_first = sorted(left, key=lambda name: not name.endswith(INDEX))  # So that no rest looks whole.

@@ -34,6 +34,12 @@ DEAD_LETTERS = "dead_letters.jsonl"
 REREAD = "reread"
 """Folder of a data set while files that look changed are compared with what is known of them."""
 
+PACKED = "packed"
+"""Folder of a data set with what many of its files hold, in a few; it is made of them anew where it is missing."""
+
+PACKED_SELECTIONS = f"{PACKED}/selections.json"
+"""File of a data set that has grown: a list of the selections of finished generations; it may lack the last ones."""
+
 CAPTIONS = "captions"
 """Folder below `scores` with the captions that a captioner wrote."""
 

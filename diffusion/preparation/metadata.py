@@ -24,6 +24,7 @@ from diffusion.preparation.layout import (
     CAPTIONS,
     GENERATED_CAPTIONS,
     METADATA,
+    PACKED,
     RESERVED,
     SCHEMA,
     SCORES,
@@ -88,6 +89,9 @@ class MetadataDatabase:
     scores: Mapping[str, Collection[int]]
     """Parts that have scores, by folder below `scores`."""
 
+    out: str
+    """Folder of the data set, path or s3://; from there, files are copied when a query names them."""
+
     @property
     def columns(self) -> list[str]:
         """Names of the columns of `images`, but for `_keys`."""
@@ -96,7 +100,12 @@ class MetadataDatabase:
 
     def metadata(self, parts: Sequence[int]) -> str:
         """Write a query of the metadata of some parts without scores."""
-        return _read_parquet(self.folder / METADATA, parts)
+        return self._read(METADATA, parts)
+
+    def _read(self, folder: str, parts: Sequence[int]) -> str:
+        names = [storage.join(folder, part_name(part)) for part in parts]
+        local_copies(self.out, [name for name in names if not (self.folder / name).exists()], self.folder)
+        return _read_parquet(self.folder / folder, parts)
 
     def images(self, parts: Sequence[int], keys: Sequence[str] = (), types: Mapping[str, str] | None = None) -> str:
         """Write a query of the images of some parts.
@@ -111,7 +120,7 @@ class MetadataDatabase:
             alias = f"s{len(joins)}"
             # With the files of no part there would be no column.
             files = [part for part in parts if part in scored] or [min(scored)]
-            table = _read_parquet(self.folder / SCORES / name, files)
+            table = self._read(storage.join(SCORES, name), files)
             joins.append(f"LEFT JOIN {table} {alias} ON {alias}.part = m.part AND {alias}.row_number = m.row_number")
             if name == CAPTIONS:
                 captions = f"coalesce({alias}.captions, m.captions)"
@@ -169,7 +178,7 @@ def open_metadata(
     `part` and `row`. No file outside the data set can be read.
 
     Args:
-        out: folder of the data set, path or s3://; from there the metadata are first copied to a temporary folder.
+        out: folder of the data set, path or s3://; from there the metadata are copied to a temporary folder.
         scan: partitions and sources of the data set.
         columns: keys of the sources' metadata.
         scratch: folder for the temporary folder; None is the system's.
@@ -213,17 +222,16 @@ def open_database(out: str, scan: "Scan", *, scratch: str | None = None) -> Iter
               for one in scan.partitions]  # fmt: skip
     schema = pa.schema({"part": pa.int32(), "source": pa.string(), "generation": pa.int32()})
     with tempfile.TemporaryDirectory(prefix="select-", dir=scratch) as temporary:
-        names = [storage.join(METADATA, name) for name in metadata] + [storage.join(SCORES, name) for name in scored]
-        folder = local_copies(out, names, Path(temporary))
+        folder = Path(temporary) if storage.is_url(out) else Path(out).absolute()
         settings: dict[str, Any] = {"memory_limit": MEMORY, "temp_directory": f"{temporary}/spill"}
         with duckdb.connect(f"{temporary}/tables.duckdb", config=settings) as connection:
-            allowed = [str(folder / kind) + "/" for kind in (METADATA, SCORES, SELECTION)]
+            allowed = [str(folder / kind) + "/" for kind in (METADATA, SCORES, SELECTION, PACKED)]
             texts = ", ".join(map(literal, [*allowed, *map(as_pattern, allowed)]))
             connection.execute(f"SET allowed_directories = [{texts}]")
             connection.execute("SET enable_external_access = false")
             add_table(connection, "parts", pa.Table.from_pylist(values, schema=schema))
             try:
-                yield MetadataDatabase(connection, folder, scores)
+                yield MetadataDatabase(connection, folder, scores, out)
             except (duckdb.OutOfMemoryException, duckdb.IOException) as error:
                 message = first_line(error)
                 raise MachineError(f"DuckDB: {message}; free memory or disk, or name another disk (scratch)") from error

@@ -15,6 +15,7 @@ from diffusion.preparation.layout import (
     DEAD_LETTERS,
     LISTINGS,
     METADATA,
+    PACKED,
     POSITIONS,
     REMOVED,
     REPORT_NUMBERS,
@@ -57,7 +58,7 @@ def claim(out: str, kind: str | None = None) -> Iterator[None]:
 def clear_result(out: str) -> None:
     """Remove what was selected and written; the manifest goes first. What was taken down stays known."""
     storage.delete([storage.join(out, MANIFEST)])
-    clear_folders(out, POSITIONS, *SPLITS, SELECTION)  # Without positions no shard is taken for a finished one.
+    clear_folders(out, POSITIONS, *SPLITS, SELECTION, PACKED)  # Without positions no shard is taken for a finished one.
     storage.delete(storage.join(out, name) for name in (REMOVED_SAMPLES, REPORT_PAGE, REPORT_NUMBERS))
 
 

@@ -60,6 +60,11 @@ def shard_stem(name: str) -> str:
     return re.sub(r"(\.r\d+)?\.mds.*$", "", name)
 
 
+def task_of(name: str) -> int:
+    """Number of the write task that wrote a shard."""
+    return int(name.split(".")[1])
+
+
 def hash_of_key(key: str) -> int | None:
     """Return the hash of a key as the column `key_hash` has it, xxh3_64; None for the empty key of an erased sample."""
     return xxhash.xxh3_64_intdigest(key.encode()) if key else None

@@ -15,7 +15,7 @@ from diffusion.errors import DataError
 from diffusion.preparation.config import STAGES, PrepareConfig
 from diffusion.preparation.engine import Workers
 from diffusion.preparation.explain import explain
-from diffusion.preparation.layout import LISTINGS, METADATA, REPORT_PAGE, SCORES, SELECTION, part_name
+from diffusion.preparation.layout import LISTINGS, METADATA, PACKED, REPORT_NUMBERS, SCORES, SELECTION, part_name
 from diffusion.preparation.output import claim, clear_folders, clear_result
 from diffusion.preparation.plugins import check_plugins
 from diffusion.preparation.records import NothingKeptError
@@ -58,7 +58,7 @@ def prepare(
         overwrite: replace a finished data set, by the stage select; the metadata and scores that still fit are kept.
         only: files that the data set grows by; other new files wait, and changes to files that were already scanned are
             ignored. None: all, and a file that is gone or has changed is an error.
-        report: write `report.html` and `report.json`.
+        report: write `report.html` and `report.json`; after a growth by some files when a tenth is not in them yet.
         progress: show bars on stderr.
 
     Returns:
@@ -113,7 +113,7 @@ def prepare(
         manifest = write(out, scan, settings, workers, scratch=config.scratch, progress=progress)
         if manifest == finished:
             logger.info("%s is finished, and its sources hold no more (--overwrite replaces it)", storage.shown(out))
-        if report and (manifest != finished or not storage.exists(storage.join(out, REPORT_PAGE))):
+        if report and ((only is None and manifest != finished) or _is_report_due(out, manifest)):
             from diffusion.preparation.report import write_report  # Plotting takes a second to import.
 
             write_report(out, scan, scratch=config.scratch)
@@ -130,6 +130,15 @@ def _settings(config: PrepareConfig) -> dict[str, Any]:
 def _read_manifest(out: str) -> PreparedManifest | None:
     """Read the manifest of a finished data set that is to grow; None if there is none."""
     return PreparedManifest.read(out) if storage.exists(storage.join(out, MANIFEST)) else None
+
+
+def _is_report_due(out: str, manifest: PreparedManifest) -> bool:
+    """Check whether the report is missing, or shows less than nine tenths of the images."""
+    uri = storage.join(out, REPORT_NUMBERS)
+    if not storage.exists(uri):
+        return True
+    shown = storage.read_json(uri)
+    return 10 * sum(shown[name]["images"] for name in ("kept", "rejected")) < 9 * manifest.seen
 
 
 def _begin_anew(out: str, scan: Scan) -> Scan:
@@ -166,6 +175,7 @@ def discard_unfinished(out: str) -> bool:
         names = {part_name(one.number) for one in later}
         scores = storage.list_files(storage.join(out, SCORES))
         storage.delete(storage.join(out, SCORES, name) for name in scores if name.rpartition("/")[2] in names)
+        clear_folders(out, PACKED)
         storage.delete(storage.join(out, METADATA, name) for name in names)
         replace(scan, partitions=scan.partitions[: -len(later)]).write(out)
         clear_folders(out, LISTINGS)

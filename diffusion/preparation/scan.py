@@ -12,7 +12,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,8 +47,9 @@ from diffusion.preparation.measures import (
     perceptual_hash,
     sharpness,
 )
-from diffusion.preparation.metadata import as_pattern, hash_key, removed_row
+from diffusion.preparation.metadata import as_pattern, hash_key, literal, removed_row
 from diffusion.preparation.output import clear, clear_folders
+from diffusion.preparation.packing import Packs
 from diffusion.preparation.records import (
     WITHOUT_CAPTION,
     NothingKeptError,
@@ -176,6 +177,8 @@ def scan_sources(
         raise NothingKeptError(f"there is no image in {', '.join(source.path for source in sources)}; correct sources")
     _run_missing(config.out, scan, workers, progress)
     clear_folders(config.out, LISTINGS)
+    if scan.partitions[-1].generation:
+        _pack_known(config, scan)
     return scan
 
 
@@ -297,7 +300,8 @@ def _add_partitions(
             found = listed[index] if listed else source.partitions(known, None if only is None else only[index])
             if only is None:
                 found.checked()
-                _check_unchanged(config, source, found, known, scan.settings["limits"], workers)
+                names = [part_name(one.number) for one in scan.partitions if one.source == index]
+                _check_unchanged(config, source, found, names, scan.settings["limits"], workers)
             for partition in found.new:
                 if (index, partition.file, partition.version) in scanned:
                     continue
@@ -312,10 +316,49 @@ def _add_partitions(
     return grown
 
 
-def local_metadata(config: PrepareConfig, scan: Scan, source: int) -> AbstractContextManager[list[str]]:
-    """Patterns, for DuckDB, of the metadata of a source, given by its number; copies are gone after the block."""
-    names = [part_name(one.number) for one in scan.partitions if one.source == source]
-    return _local_copies(storage.join(config.out, METADATA), names, config.scratch)
+@contextmanager
+def local_metadata(config: PrepareConfig, scan: Scan, source: int) -> Iterator[list[str]]:
+    """Give patterns, for DuckDB, of the files of a source that are known: `file`, `version` and `reason`.
+
+    They are those of its metadata, most of them packed. Copies are gone after the block.
+    """
+    packs, names = _known_packs(config.out, scan, source)
+    names = [*(pack.name for pack in packs.packs), *names[packs.stop :]]
+    with _local_copies(config.out, names, config.scratch) as patterns:
+        yield patterns
+
+
+def _known_packs(out: str, scan: Scan, source: int) -> tuple[Packs, list[str]]:
+    """Return the packed files of a source, and the names of its metadata."""
+    partitions = [one for one in scan.partitions if one.source == source]
+    names = [storage.join(METADATA, part_name(one.number)) for one in partitions]
+    return Packs(out, f"files-{source}", list(map(repr, partitions))), names
+
+
+def _pack_known(config: PrepareConfig, scan: Scan) -> None:
+    """Pack the names of the files of each source."""
+    import duckdb
+
+    for source in range(len(scan.sources)):
+        packs, names = _known_packs(config.out, scan, source)
+        if packs.stop == len(names):
+            continue
+        new = names[packs.stop :]
+        pack, taken = packs.next()
+        with (
+            _local_copies(config.out, [*(one.name for one in taken), *new], config.scratch) as patterns,
+            tempfile.TemporaryDirectory(dir=config.scratch) as folder,
+            duckdb.connect() as database,
+        ):
+            path = Path(folder) / "files.parquet"
+            removed = literal(Reason.REMOVED.value)
+            query = f"""COPY (
+                SELECT file, max(version) AS version, if(bool_and(reason = {removed}), {removed}, '') AS reason
+                FROM read_parquet(?, hive_partitioning = false) GROUP BY file ORDER BY file
+                ) TO {literal(str(path))} (FORMAT parquet, COMPRESSION zstd)"""
+            database.execute(query, [patterns])
+            storage.write(storage.join(config.out, pack.name), path.read_bytes())
+        packs.add(pack)
 
 
 @contextmanager
@@ -341,7 +384,7 @@ def _check_unchanged(
     config: PrepareConfig,
     source: Source,
     found: Partitions,
-    known: Sequence[str],
+    scanned: Sequence[str],
     limits: dict[str, Any],
     workers: Workers,
 ) -> None:
@@ -361,8 +404,12 @@ def _check_unchanged(
         for _ in run(workers, functools.partial(Scanner, out, limits), tasks):
             pass
         names = [part_name(partition.number) for partition in changed]
-        with _local_copies(storage.join(out, REREAD), names, config.scratch) as new, duckdb.connect() as database:
-            different = database.execute(_CHANGED, [new, list(known)]).fetchone()
+        with (
+            _local_copies(storage.join(out, REREAD), names, config.scratch) as new,
+            _local_copies(storage.join(out, METADATA), scanned, config.scratch) as known,
+            duckdb.connect() as database,
+        ):
+            different = database.execute(_CHANGED, [new, known]).fetchone()
     finally:
         clear_folders(out, REREAD)
     if different:

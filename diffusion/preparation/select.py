@@ -36,6 +36,7 @@ from diffusion.preparation.explain import Rejection, describe_rejections
 from diffusion.preparation.filters import Conditions, build_rules, explained_values, load_conditions, parse_where
 from diffusion.preparation.layout import (
     CAPTIONS,
+    PACKED_SELECTIONS,
     SCORES,
     SELECTION,
     TRAIN,
@@ -52,6 +53,7 @@ from diffusion.preparation.metadata import (
     literal,
     open_database,
 )
+from diffusion.preparation.packing import Packs
 from diffusion.preparation.records import NothingKeptError, Reason
 from diffusion.preparation.removed import MAX_DISTANCE, Removed
 from diffusion.storage import MissingFileError
@@ -183,7 +185,7 @@ def select(out: str, config: PrepareConfig, scan: "Scan", *, finished: int = 0, 
     """
     check(config)
     _check_scored(out, config, scan)
-    earlier = list(storage.concurrent_map(functools.partial(read_selection, out), range(finished)))
+    earlier = read_selections(out, finished)
     last = max((partition.generation for partition in scan.partitions), default=0)
     for generation in range(finished, last + 1):
         identity = _identity(out, config, scan, earlier, generation)
@@ -205,9 +207,25 @@ def read_selection(out: str, generation: int) -> Selection:
     """
     uri = _uri(out, f"{generation}.json")
     try:
-        values = storage.read_json(uri)
+        return _parse_selection(uri, storage.read_json(uri))
     except MissingFileError as error:
         raise DataError(f"{storage.shown(uri)} does not exist; run the stage select first") from error
+
+
+def read_selections(out: str, finished: int) -> list[Selection]:
+    """Read the selections of the finished generations, most of them by one request."""
+    uri = storage.join(out, PACKED_SELECTIONS)
+    known = storage.read_json(uri)[:finished] if storage.exists(uri) else []
+    later = storage.concurrent_map(functools.partial(read_selection, out), range(len(known), finished))
+    return [*(_parse_selection(uri, values) for values in known), *later]
+
+
+def write_finished(out: str, selections: Sequence[Selection]) -> None:
+    """Write the selections of the finished generations as one file."""
+    storage.write_json(storage.join(out, PACKED_SELECTIONS), list(map(dataclasses.asdict, selections)))
+
+
+def _parse_selection(uri: str, values: Any) -> Selection:
     try:
         values["places"] = {name: Counts(**counts) for name, counts in values["places"].items()}
         examples = values.get("examples", {}).items()
@@ -370,7 +388,12 @@ def _load_images(
             connection.execute(f"INSERT INTO images {insert(some)}").fetchall()
     if config.duplicates is None:
         return
-    for one in earlier:
+    packs = Packs(out, "hashes", [one.identity for one in earlier])
+    for pack in packs.packs:
+        with storage.open_file(storage.join(out, pack.name)) as file:
+            add_table(connection, "packed", pq.read_table(file))
+        connection.execute("INSERT INTO images SELECT *, NULL, '', true FROM packed").fetchall()
+    for one in earlier[packs.stop :]:
         with storage.open_file(_uri(out, f"{one.generation}-kept.parquet")) as file:
             add_table(connection, "kept", pq.read_table(file, columns=["part", "row"]))
         for some in groups(database.parts(one.generation)):
@@ -378,6 +401,12 @@ def _load_images(
                 SELECT {columns}, NULL, '', true FROM {database.metadata(some)}
                 SEMI JOIN (SELECT part, "row" AS row_number FROM kept) USING (part, row_number)
                 WHERE reason <> '{Reason.REMOVED.value}'""").fetchall()
+    if packs.stop < generation:
+        pack, _ = packs.next()
+        query = f"""SELECT * EXCLUDE (bucket, reason, kept_before) FROM images SEMI JOIN (SELECT part FROM parts
+            WHERE generation >= {pack.first}) USING (part) WHERE kept_before ORDER BY part, row_number"""
+        _write_parquet(database, query, out, pack.name)
+        packs.add(pack)
 
 
 def _find_duplicates(connection: "duckdb.DuckDBPyConnection", config: DuplicatesConfig) -> None:
@@ -487,15 +516,15 @@ def _write_files(
     add_table(database.connection, "placed", pa.Table.from_pylist(placed, schema=schema))
     kept = f"""SELECT task, "window", part, row_number AS "row", {_SPLIT} AS split, bucket, "order"
         FROM decided JOIN placed USING (part) WHERE reason = '' ORDER BY task, "window", part, row_number"""
-    _write_parquet(database, kept, _uri(out, f"{generation}-kept.parquet"))
+    _write_parquet(database, kept, out, storage.join(SELECTION, f"{generation}-kept.parquet"))
     rejected = """SELECT part, row_number AS "row", reason, of_part, of_row FROM decided
         WHERE reason <> '' ORDER BY part, row_number"""
-    _write_parquet(database, rejected, _uri(out, f"{generation}-rejected.parquet"))
+    _write_parquet(database, rejected, out, storage.join(SELECTION, f"{generation}-rejected.parquet"))
 
 
-def _write_parquet(database: MetadataDatabase, query: str, uri: str) -> None:
+def _write_parquet(database: MetadataDatabase, query: str, out: str, name: str) -> None:
     """Write the result of an ordered query; its bytes do not depend on the number of threads."""
-    path = database.folder / SELECTION / Path(uri).name
+    path, uri = database.folder / name, storage.join(out, name)
     options = f"FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {ROWS_PER_GROUP}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -46,6 +46,7 @@ from diffusion.errors import DataError, UserError
 from diffusion.preparation.layout import (
     LISTINGS,
     METADATA,
+    PACKED,
     POSITIONS,
     REPORT_NUMBERS,
     REPORT_PAGE,
@@ -72,7 +73,7 @@ from diffusion.preparation.positions import (
 from diffusion.preparation.records import Reason
 from diffusion.preparation.removed import Removed, add_removed, read_marks
 from diffusion.preparation.scan import Scan
-from diffusion.preparation.select import read_selection
+from diffusion.preparation.select import read_selections
 from diffusion.preparation.sources.folder import key_of_item
 from diffusion.preparation.write import discard_generations, rejected_entries, write_indexes
 
@@ -209,7 +210,7 @@ class _Prepared:
 
     def __init__(self, uri: str) -> None:
         self._uri, self._manifest = uri, PreparedManifest.read(uri)
-        self._selections = [read_selection(uri, number) for number in range(len(self._manifest.generations))]
+        self._selections = read_selections(uri, len(self._manifest.generations))
         self._num_tasks = self._selections[-1].first_task + len(self._selections[-1].tasks)
         self._tasks = {
             part: task
@@ -265,7 +266,7 @@ class _Prepared:
             split: {bucket: read_index(storage.join(uri, split, bucket)) for bucket in buckets}
             for split, buckets in self._manifest.splits.items()
         }
-        selections = [read_selection(uri, one.generation) for one in self._selections]  # Without the erased examples.
+        selections = read_selections(uri, len(self._selections))  # Without the erased examples.
         replace(self._manifest, rejected=rejected_entries(selections), splits=splits).write(uri)
         _reject_rows(uri, rows, erase=True)  # At the end: a run that continues finds the keys there.
         if has_report:
@@ -349,6 +350,8 @@ def _listed(rows: _Rows) -> list[dict[str, Any]]:
 
 def _reject_rows(dataset: str, rows: Mapping[int, Collection[int]], *, erase: bool) -> None:
     """Reject rows of the metadata as removed; erase what they hold, and their scores before."""
+    if rows:
+        clear_folders(dataset, PACKED)
     scores = storage.list_files(storage.join(dataset, SCORES)) if erase else {}
     columns = {name.rpartition("/")[0] for name in scores}
     entries = storage.read_json(storage.join(dataset, SCAN))["partitions"] if rows else ()

@@ -42,12 +42,12 @@ from diffusion.datasets.manifest import (
 )
 from diffusion.datasets.mds import (
     INDEX,
-    Shard,
     ShardFormat,
     delete_unnamed,
     encode_sample,
     encode_shard,
     read_index,
+    read_shards,
     write_index,
 )
 from diffusion.errors import DataError, MachineError
@@ -65,10 +65,10 @@ from diffusion.preparation.layout import (
     read_table,
     write_table,
 )
-from diffusion.preparation.positions import POSITIONS_SCHEMA, TaskShard, read_task_shards, shards_as_metadata
+from diffusion.preparation.positions import POSITIONS_SCHEMA, TaskShard, read_task_shards, shards_as_metadata, task_of
 from diffusion.preparation.records import Location, NothingKeptError, Partition, Reason, clean_text, fit_for_json
 from diffusion.preparation.scan import Scan, changed_settings
-from diffusion.preparation.select import Selection, kept_rows, read_selection
+from diffusion.preparation.select import Selection, kept_rows, read_selection, read_selections, write_finished
 from diffusion.preparation.sources import Source
 from diffusion.preparation.sources.reading import printable
 
@@ -133,8 +133,10 @@ def write(
     """
     shard_format(settings).check()
     num_generations = max((one.generation for one in scan.partitions), default=0) + 1
-    selections = list(storage.concurrent_map(functools.partial(read_selection, out), range(num_generations)))
     finished = PreparedManifest.read(out) if storage.exists(storage.join(out, MANIFEST)) else None
+    num_finished = len(finished.generations) if finished else 0
+    selections = read_selections(out, num_finished)
+    selections += map(functools.partial(read_selection, out), range(num_finished, num_generations))
     made_with = finished.settings if finished else selections[-1].settings
     given = {name: value for name, value in settings.items() if name in made_with}
     if differences := changed_settings(made_with, given):
@@ -146,7 +148,8 @@ def write(
     _begin(out, selections, finished)
     if finished is not None and len(finished.generations) == len(selections):
         return finished
-    done = part_numbers(storage.join(out, POSITIONS))
+    first_task = selections[num_finished].first_task
+    done = {task for task in part_numbers(storage.join(out, POSITIONS)) if task >= first_task}
     tasks = (
         WriteTask(
             number=number,
@@ -154,20 +157,23 @@ def write(
             windows=windows,
             parts={part: scan.find(part) for window in windows for part in window},
         )
-        for selection in selections
+        for selection in selections[num_finished:]
         for number, windows in enumerate(selection.tasks, start=selection.first_task)
         if number not in done
     )
     total = sum(selection.kept for selection in selections)
-    written = sum(shard.num_samples for listed in read_task_shards(out, sorted(done)) for _, shard in listed)
+    written = sum(selection.kept for selection in selections[:num_finished])
+    written += sum(shard.num_samples for listed in read_task_shards(out, sorted(done)) for _, shard in listed)
     captioned = part_numbers(storage.join(out, SCORES, CAPTIONS))  # By the captioner, or by another tool.
     make = functools.partial(_Writer, out, dict(settings), captioned, scratch)
     with progress_bar("writing", total, initial=written, shown=progress) as bar:
         for num_samples in run(workers, make, tasks, describe=_describe):
             bar.update(num_samples)
-    folders = write_indexes(out, selections[-1].first_task + len(selections[-1].tasks))
+    folders = write_indexes(out, selections[-1].first_task + len(selections[-1].tasks), finished, first_task)
     manifest = _manifest(out, scan, selections, settings, folders)
     manifest.write(out)
+    if len(selections) > 1:
+        write_finished(out, selections)
     return manifest
 
 
@@ -426,15 +432,26 @@ class _Shards:
 # The end: indexes and the manifest.
 
 
-def write_indexes(out: str, num_tasks: int) -> list[str]:
+def write_indexes(out: str, num_tasks: int, finished: PreparedManifest | None = None, first_task: int = 0) -> list[str]:
     """Write the index of each split and bucket over the first tasks; delete shards that no finished task names.
+
+    Args:
+        out: the data set's folder.
+        num_tasks: tasks whose shards the indexes name.
+        finished: a finished data set that has grown; its indexes name the shards of the tasks before `first_task`.
+        first_task: first task of the growth.
 
     Returns:
         The folders with an index: training first, buckets by the numbers in their names.
     """
-    shards: dict[str, list[Shard]] = {}
-    named: dict[str, set[str]] = {}
-    tasks = sorted(part_numbers(storage.join(out, POSITIONS)))
+    places = [(split, bucket) for split, buckets in finished.splits.items() for bucket in buckets] if finished else []
+    indexes = storage.concurrent_map(lambda place: read_shards(storage.join(out, *place)), places)
+    shards = {
+        "/".join(place): [shard for shard in known if task_of(shard.raw.name) < first_task]
+        for place, known in zip(places, indexes, strict=True)
+    }
+    named = {folder: {shard.stored.name for shard in known} for folder, known in shards.items()}
+    tasks = sorted(task for task in part_numbers(storage.join(out, POSITIONS)) if task >= first_task)
     for task, listed in zip(tasks, read_task_shards(out, tasks), strict=True):
         for folder, shard in listed:
             named.setdefault(folder, set()).add(shard.stored.name)
@@ -443,7 +460,7 @@ def write_indexes(out: str, num_tasks: int) -> list[str]:
     for folder, of_folder in shards.items():
         named[folder].add(INDEX)
         write_index(storage.join(out, folder), of_folder)
-    delete_unnamed(out, named)
+    delete_unnamed(out, named, lambda name: task_of(name) < first_task)  # A takedown may be under way.
     return sorted(shards, key=lambda folder: [folder.split("/")[0], *map(int, re.findall(r"\d+", folder))])
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -45,7 +46,7 @@ def test_what_a_source_gained_is_added_behind(tmp_path):
     assert (first.kept, second.kept, second.seen) == (30, 52, 52)
     now = tree(out)
     changing = ("index.json", "manifest.json", "scan.json", "_identities.json")
-    same = {name: content for name, content in before.items() if not name.endswith(changing)}
+    same = {name: content for name, content in before.items() if not name.endswith(changing) and "packed/" not in name}
     assert {name: now[name] for name in same} == same
     new_keys = keys(out)
     for place, listed in old_keys.items():
@@ -216,6 +217,32 @@ def test_duplicates_of_earlier_images_are_dropped(tmp_path):
     assert {one.key: one.detail for one in manifest.rejected["duplicate"].examples} == {
         f"set/copy{i}.png": f"of set/{i:04}.png" for i in range(4)
     }
+
+
+def test_a_growth_does_not_read_all_that_was_there(tmp_path, monkeypatch):
+    """As many files as the number of growths before has digits; takedowns reach what it reads instead."""
+    source, out = tmp_path / "set", tmp_path / "out"
+    options = {"edges": [16], "duplicates": DuplicatesConfig()}
+    counts = []
+    for number in range(13):
+        write_folder(source, 1, start=number)
+        for copy in range(number == 12):
+            (source / f"copy{copy}.png").write_bytes((source / "0003.png").read_bytes())
+            (source / f"copy{copy}.txt").write_text("a copy")
+        with monkeypatch.context() as patch:
+            patch.setattr(storage, "read", reading := Mock(side_effect=storage.read))
+            patch.setattr(storage, "open_file", opening := Mock(side_effect=storage.open_file))
+            manifest = prepare([source], out, **options)
+        counts.append(reading.call_count + opening.call_count)
+    assert max(counts[9:]) <= counts[2] + 8
+    assert len(list((out / "packed").rglob("*.parquet"))) <= 8
+    assert (manifest.kept, manifest.rejected["duplicate"].count) == (13, 1)
+    take_down(str(out), {"set/0003.png"}, erase=True)
+    assert not [name for name, content in contents(out) if b"set/0003" in content or b"0003.png" in content]
+    write_folder(source, 1, start=13)
+    (source / "0003.png").unlink()
+    assert prepare([source], out, **options).kept == 14
+    assert prepare([source], out, **options).kept == 14
 
 
 def test_a_source_that_changed_is_refused(tmp_path):
