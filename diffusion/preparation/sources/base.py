@@ -45,8 +45,8 @@ LOOKED_AT = 200_000
 NUM_CHECKED = 100
 """Files .json that are searched for a named column."""
 
-FEW, MANY, PARTITIONS = 16, 1_024, 64
-"""Fewest and most images of a partition, and the number of partitions in between."""
+FEW, MANY, PARTITIONS, MAX_PARTITIONS = 16, 1_024, 64, 100_000
+"""Fewest and most images of a partition, the number of partitions in between, and the most, of more images each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,4 +296,4 @@ def compare(found: Sequence[Partition], known: Sequence[str], only: Mapping[str,
 
 def size_of_partitions(given: int | None, num_images: int) -> int:
     """Return the images of a partition: a function of the content, so that the bytes do not depend on the workers."""
-    return given or min(MANY, max(FEW, -(-num_images // PARTITIONS)))
+    return given or max(min(MANY, max(FEW, -(-num_images // PARTITIONS))), -(-num_images // MAX_PARTITIONS))

@@ -63,16 +63,22 @@ class ParquetSource(TableSource):
         next(filter(None, map(self._rows_of_groups, self.files())), None)
 
     def partitions(self, known: Sequence[str] = (), only: Mapping[str, str] | None = None) -> Partitions:
-        """Cut the files between their row groups; one that lacks a column, or has it twice, is a problem."""
+        """Cut the files between their row groups; one that lacks a column, or has it twice, is a problem.
+
+        Only new and changed files are opened: an ingestion looks again and again.
+        """
         files = self.files()
-        rows = dict(zip(files, self.map(self._rows_or_problem, files), strict=True))
+        whole = compare([Partition(file=name, version=one.version) for name, one in files.items()], known, only)
+        unread = [one.file for one in (*whole.new, *whole.changed)]
+        rows = dict(zip(unread, self.map(self._rows_or_problem, unread), strict=True))
         problems = [
             Problem(file, files[file].version, found) for file, found in rows.items() if isinstance(found, DataError)
         ]
         fit = {file: found for file, found in rows.items() if not isinstance(found, DataError)}
         size = size_of_partitions(self.partition_size, sum(map(sum, filter(None, fit.values()))))
-        partitions = [one for file, found in fit.items() for one in _cut(file, files[file], found, size)]
-        return replace(compare(partitions, known, only), problems=problems)
+        cut = {file: _cut(file, files[file], found, size) for file, found in fit.items()}
+        new, changed = ([part for one in some for part in cut.get(one.file, ())] for some in (whole.new, whole.changed))
+        return replace(whole, new=new, changed=changed, problems=problems)
 
     def _rows_or_problem(self, file: str) -> list[int] | DataError | None:
         try:

@@ -16,7 +16,9 @@ from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.ingest import Ingestion, find_failing, find_missing, list_arrivals
 from diffusion.preparation.notifications import Message, Queue, parse_event
 from diffusion.preparation.scan import open_configured
+from diffusion.preparation.sources.base import size_of_partitions
 from diffusion.preparation.sources.folder import FolderSource
+from diffusion.preparation.sources.parquet import ParquetSource
 from diffusion.preparation.takedown import take_down
 from tests.tools.image_files import noise, sample, tree, write_folder, write_tar
 from tests.tools.preparing import prepare
@@ -39,6 +41,33 @@ def ingestion_of(source, out, **options) -> Ingestion:
 def dead_letters(out):
     path = out / "dead_letters.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_look_opens_no_table_that_is_known(tmp_path, monkeypatch):
+    source = tmp_path / "set"
+    source.mkdir()
+
+    def upload(name):
+        pq.write_table(pa.table({"image": [noise(40, 35)], "caption": ["x"]}), source / f"{name}.parquet")
+
+    for number in range(3):
+        upload(number)
+    ingestion = ingestion_of(source, tmp_path / "out")
+    ingestion.grow()
+    opened, original = [], ParquetSource.open
+    monkeypatch.setattr(
+        ParquetSource, "open", lambda self, file, **options: opened.append(file) or original(self, file, **options)
+    )
+    assert ingestion._look() == []
+    assert opened == []
+    upload("new")
+    assert [one.file for one in ingestion._look()] == ["new.parquet"]
+    assert set(opened) == {"new.parquet"}
+
+
+def test_many_rows_give_few_partitions():
+    sizes = {num: size_of_partitions(None, num) for num in (10, 10**4, 10**7, 790 * 10**6)}
+    assert sizes == {10: 16, 10**4: 157, 10**7: 1024, 790 * 10**6: 7900}
 
 
 @pytest.mark.parametrize("kind", ["images", "tars"])
