@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 from torch import Tensor
@@ -70,7 +71,7 @@ class Trained:
 
     @property
     def merged(self) -> dict[str, Tensor]:
-        """Weights for sampling: matrices of LoRA are merged."""
+        """Weights of the model for sampling (`ingredients.merged`)."""
         return merged(self.weights, self.config.model)
 
     def part(self, name: str, *, is_merged: bool = True) -> dict[str, Tensor]:
@@ -148,7 +149,7 @@ def load_model(path: str | Path, *, weights: str = "raw", paths: FrozenPaths | N
     log.info("loading %s weights of %s", trained.label or "averaged", trained.path)
     config = trained.config
     with error_context(f"{trained.path} {OTHER_PATHS}"):
-        options = {"resolution": config.data.resolution, "seed": config.seed, "for_training": False}
+        options: dict[str, Any] = {"resolution": config.data.resolution, "seed": config.seed, "for_training": False}
         model = build_model(config.model, config.objective, **options)
     trained.check_parts(model.identities())
     load_weights(model, trained.merged, str(trained.path))

@@ -197,7 +197,7 @@ def with_absolute_paths(config: Config) -> Config:
     """Make the paths of frozen parts absolute: a checkpoint is used from other working directories, too."""
     config = copy.deepcopy(config)
     model = config.model
-    sections = [(model, "pretrained"), (model, "vae"), (model.text_encoder, "path")]
+    sections: list[tuple[Any, str]] = [(model, "pretrained"), (model, "vae"), (model.text_encoder, "path")]
     sections += [(section, "path") for section in model.ingredient_sections.values()]
     for section, key in [*sections, (config.autoencoder, "vgg_weights")]:
         source = getattr(section, key, None)

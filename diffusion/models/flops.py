@@ -59,7 +59,7 @@ class Flops(NamedTuple):
     training: int
     """Forward and backward pass, without recomputation."""
     adapting: int
-    """The same with frozen weights, as under LoRA, whose small matrices are not counted."""
+    """The same with frozen weights; the small matrices beside them are not counted."""
 
 
 def count_flops(
@@ -114,7 +114,7 @@ class OperationCounter:
         self._add(2 * rows * before * after, has_input_gradient=has_input_gradient)
 
     def _text_linear(self, before: int, after: int) -> None:
-        """A layer of the encoded text, which needs gradients only if there is a text adapter to train."""
+        """A layer of the encoded text, which needs gradients only if what makes it is trained."""
         flops = 2 * self._num_tokens * before * after
         self.forward += flops
         self.training += flops * (3 if self._is_text_trained else 2)

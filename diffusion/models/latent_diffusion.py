@@ -323,7 +323,7 @@ class LatentDiffusion(nn.Module):
 
     @cached_property
     def _has_fixed_weights(self) -> bool:
-        """Return whether weights of the network are frozen, as under LoRA; cached, because each step needs it."""
+        """Return whether weights of the network are frozen; cached, because each step needs it."""
         return not all(parameter.requires_grad for parameter in self.network.parameters())
 
     @torch.no_grad()

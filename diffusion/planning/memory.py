@@ -61,7 +61,7 @@ class ParameterCounts(NamedTuple):
     """With gradients, optimizer state and averages; a VAE's discriminator included."""
 
     fixed: int = 0
-    """Weights beside LoRA's matrices, which are sharded, gathered and stored with them."""
+    """Weights of the network that are not trained, but sharded, gathered and stored with those that are."""
 
     frozen: int = 0
     """Weights of networks that are only used, whole on each rank: VAE and text encoder; LPIPS for a VAE."""
@@ -263,13 +263,13 @@ def meta_forward(
     """Prediction in training for one image of a size in pixels, on the meta device."""
     settings: Any = network.config
     num_tokens, width = text_shape(config)[0], text_width_of(network)
-    if config.adapted_text_width is not None:
-        width = text_width(build_frozen_text_encoder(config))
     shape = [1, settings["in_channels"], *(side // ARCHITECTURES[config.architecture].vae_factor for side in size)]
     with torch.device("meta"):
+        if config.adapted_text_width is not None:
+            width = text_width(build_frozen_text_encoder(config))
         latents, address = torch.empty(shape, dtype=dtype), torch.empty(1, dtype=torch.int64)
-        batch = {BatchKey.STEP: address, BatchKey.SAMPLE: address}
-        batch |= {BatchKey.SCORES: torch.empty(1, len(config.score_names))}
+        batch: dict[str, Tensor] = {BatchKey.STEP: address, BatchKey.SAMPLE: address}
+        batch[BatchKey.SCORES] = torch.empty(1, len(config.score_names))
         text, mask = torch.empty(1, num_tokens, width, dtype=dtype), torch.ones(1, num_tokens, dtype=torch.bool)
         conditioning, call = Conditioning(text, mask=mask), Call(is_training=True, batch=batch)
         for ingredient in ingredients:
@@ -326,7 +326,7 @@ def _activation_bytes(model: str, size: ImageSize, dtype: torch.dtype) -> int:
     config = parse_model(model)
     network, ingredients = meta_parts(config)
     parts: Any = _trained_parts(network, ingredients).to(dtype)
-    network.set_attn_processor(FlashAttentionShapes())
+    parts[0].set_attn_processor(FlashAttentionShapes())
     weights = {parameter.untyped_storage()._cdata for parameter in parts.parameters()}
     kept: dict[int, Tensor] = {}
 

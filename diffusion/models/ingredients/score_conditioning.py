@@ -71,43 +71,6 @@ class ScoreEmbedding(nn.Module):
         columns = zip(scores.unbind(1), self.config.columns, strict=True)
         return fourier_features(torch.stack([(score - one.mean) / one.std for score, one in columns], dim=1))
 
-    def asked(self, scores: Mapping[str, float] | None) -> Tensor:
-        """Vector of the scores that are asked for by name: float32 [S], NaN for the others.
-
-        Raises:
-            ValueError: there is no such score.
-        """
-        scores = scores or {}
-        if unknown := sorted(scores.keys() - {*self.config.names}):
-            raise ValueError(f"score {unknown[0]}: the model was trained with {', '.join(self.config.names)}")
-        return torch.tensor([scores.get(name, math.nan) for name in self.config.names])
-
-
-def build_score_embedding(config: ScoreConditioningConfig, network: nn.Module) -> ScoreEmbedding:
-    """Build the embedding of scores for a network."""
-    last = network.get_submodule(LAST_LAYERS[component_name(network)])
-    return ScoreEmbedding(config, last.out_features)  # pyright: ignore[reportArgumentType]
-
-
-@torch.no_grad()
-def fold_scores(
-    weights: Mapping[str, Tensor], component: str, embedding: ScoreEmbedding, scores: Mapping[str, float] | None
-) -> dict[str, Tensor]:
-    """Fold scores, asked for by name, into the time embedding: the network gives without the hook what it gave with it.
-
-    Args:
-        weights: weights of the model by name.
-        component: the network's name in the model.
-        embedding: the trained embedding.
-        scores: scores by name; the others are "none".
-
-    Returns:
-        The weights with another bias.
-    """
-    name = f"{component}.{LAST_LAYERS[component]}.bias"
-    added = embedding(embedding.features(embedding.asked(scores)[None]))[0]
-    return {**weights, name: weights[name] + added.to(weights[name].dtype)}
-
 
 class ScoreConditioningIngredient(Ingredient):
     """Adds the vector of scores to the time embedding of a network."""
@@ -120,7 +83,8 @@ class ScoreConditioningIngredient(Ingredient):
 
     def build(self, network: Network, text_encoder: nn.Module, *, is_meta: bool = False) -> None:
         """Build the embedding."""
-        self.module = build_score_embedding(self._config, network)
+        last: Any = network.get_submodule(LAST_LAYERS[component_name(network)])
+        self.module = ScoreEmbedding(self._config, last.out_features)
 
     def attach(self, network: Network, caller: Caller) -> None:
         """Register a hook at the time embedding."""
@@ -146,7 +110,9 @@ class ScoreConditioningIngredient(Ingredient):
         Raises:
             ValueError: the model was not trained with one of them.
         """
-        return self.module.asked(scores)
+        if unknown := sorted(scores.keys() - {*self._config.names}):
+            raise ValueError(f"score {unknown[0]}: the model was trained with {', '.join(self._config.names)}")
+        return torch.tensor([scores.get(name, math.nan) for name in self._config.names])
 
     def before(self, call: Call, noised: Tensor, conditioning: Conditioning) -> None:
         """Compute what is added, from scores float32 [B, S], NaN where missing."""
@@ -162,10 +128,13 @@ class ScoreConditioningIngredient(Ingredient):
         assert added is not None, "each call of the network has a vector of its own"
         return output + added.to(output.dtype)
 
+    @torch.no_grad()
     def exported(self, weights: dict[str, Tensor], network: Network, scores: Mapping[str, float]) -> dict[str, Tensor]:
-        """Fold scores into the network, which needs no embedding of them then."""
-        embedding = build_score_embedding(self._config, network)
-        prefix = f"{self.part}."
+        """Fold scores into the bias of the time embedding; those that are not given are "none"."""
+        self.build(network, nn.Module())
+        prefix, component = f"{self.part}.", component_name(network)
         own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
-        embedding.load_state_dict(own)
-        return fold_scores(weights, component_name(network), embedding, scores)
+        self.module.load_state_dict(own)
+        added = self.module(self.module.features(self.requested_scores(scores)[None]))[0]
+        bias = f"{component}.{LAST_LAYERS[component]}.bias"
+        return {**weights, bias: weights[bias] + added.to(weights[bias].dtype)}

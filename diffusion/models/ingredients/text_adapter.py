@@ -176,10 +176,10 @@ class TextAdapterIngredient(Ingredient):
 
     def operations(self, num_tokens: int) -> OperationCounter:
         """Count the linear layers and the attention."""
-        counter = OperationCounter()
+        counter, layers = OperationCounter(), list[Any](self.module.layers)
         if isinstance(self.module, LanguageAdapter):
             counter.linear(num_tokens, self.module.projection.in_features, self.module.projection.out_features)
-        for layer in self.module.layers:
+        for layer in layers:
             width, inner = layer.mlp.fc1.in_features, layer.mlp.fc1.out_features
             counter.linear(num_tokens, width, 4 * width)
             counter.attention(num_tokens, num_tokens, width)

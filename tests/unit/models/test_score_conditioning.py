@@ -21,7 +21,8 @@ from diffusion.config.training import Device
 from diffusion.datasets.batch import BatchKey
 from diffusion.models import build_model, fast
 from diffusion.models.build import load_weights
-from diffusion.models.ingredients.score_conditioning import ScoreEmbedding, drop_scores, fold_scores, fourier_features
+from diffusion.models.ingredients import find_ingredients
+from diffusion.models.ingredients.score_conditioning import ScoreEmbedding, drop_scores, fourier_features
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.planning.memory import _network_counts
 
@@ -164,7 +165,8 @@ def test_microbatches_have_the_same_scores_and_gradients(architecture):
 @pytest.mark.parametrize("scores", [None, {"sharpness": 40.0, "aesthetic": 7.0}])
 def test_a_folded_network_gives_the_same_images(architecture, scores):
     model, plain = build(0.1, architecture), build(None, architecture)
-    weights = fold_scores(model.state_dict(), model.component, embedding_of(model), scores)
+    (ingredient,) = find_ingredients(config_of(architecture, 0.1))
+    weights = ingredient.exported(model.state_dict(), model.network, scores or {})
     plain.network.load_state_dict({n.partition(".")[2]: w for n, w in weights.items() if n.startswith(model.component)})
     prompts = ["a red circle", "a star"]
     expected = images(model, prompts, scores=scores)
