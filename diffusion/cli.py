@@ -54,7 +54,7 @@ def _start_logging() -> None:
 
 
 def _show_plan(config: Config, say: Callable[[str], None]) -> None:
-    from diffusion.loading import check_objective
+    from diffusion.loading import absent_weights, check_objective
     from diffusion.models.architectures import num_text_tokens, side_factor
     from diffusion.planning.amounts import absent_streams
     from diffusion.planning.plan import format_plan, plan_run
@@ -66,7 +66,8 @@ def _show_plan(config: Config, say: Callable[[str], None]) -> None:
     check_plugins(config)
     check_objective(config)
     say(to_public_yaml(config))
-    say(format_plan(plan_run(config, world_size=world_size()), missing_locations(config) | absent_streams(config)))
+    missing = missing_locations(config) | absent_streams(config) | absent_weights(config)
+    say(format_plan(plan_run(config, world_size=world_size()), missing))
 
 
 def evaluate_command(arguments: Sequence[str], *, say: Callable[[str], None]) -> None:

@@ -10,19 +10,22 @@ from typing import Any
 import yaml
 from torch import Tensor
 
-from diffusion.checkpointing.find import resolve_checkpoint
+from diffusion.checkpointing.find import locate_checkpoint, resolve_checkpoint
 from diffusion.checkpointing.read import read_config, read_identities, read_weights
+from diffusion.config.checks import weight_locations
 from diffusion.config.frozen import FrozenPaths
 from diffusion.config.loading import from_dict, load
 from diffusion.config.model import InitFromConfig
+from diffusion.config.resumption import is_used
 from diffusion.config.schema import Config, Task
 from diffusion.ema.posthoc import AVERAGE_SUFFIX
 from diffusion.errors import ConfigurationError, UserError, error_context
-from diffusion.formats.run_folder import CONFIG
+from diffusion.formats.run_folder import CONFIG, STARTS
 from diffusion.models.build import build_model, load_weights
 from diffusion.models.ingredients import find_ingredients, merged
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.ldm_layout import read_single_file
+from diffusion.models.model_folders import check_exists
 from diffusion.models.pretrained import (
     check_identities,
     is_pipeline,
@@ -216,6 +219,40 @@ def check_objective(config: Config) -> None:
             f"init_from.checkpoint: {start.checkpoint}: {found}. Set {remedy}, or init_from.new_objective=true if this "
             "is intended"
         )
+
+
+def absent_weights(config: Config) -> dict[str, str]:
+    """Weights that a run reads and that are not there, on this machine or in a store: by key, a sentence.
+
+    Nothing is downloaded, and a store is asked once. A run that has begun does not read its initial weights again.
+    """
+    absent, has_begun = {}, (Path(config.output_folder).expanduser() / STARTS).is_file()
+    for key, source in weight_locations(config).items():
+        is_initial = key == "init_from.checkpoint"
+        if not is_used(key, config.task) or (is_initial and has_begun):
+            continue
+        try:
+            if is_initial and config.task is Task.diffusion and not is_pipeline(source):
+                _check_initial(source)
+            elif key == "autoencoder.vgg_weights":
+                _check_file(source)
+            else:
+                check_exists(source, local_files_only=config.model.local_files_only)
+        except UserError as error:
+            absent[key] = str(error)
+    return absent
+
+
+def _check_initial(source: str) -> None:
+    if is_single_file(source):
+        _check_file(source)
+    else:
+        locate_checkpoint(source, timeout=0)
+
+
+def _check_file(source: str) -> None:
+    if not Path(source).expanduser().is_file():
+        raise ConfigurationError(f"there is no file {source}")
 
 
 def _config_beside(file: Path) -> Path:

@@ -51,10 +51,12 @@ def doctor(arguments: Sequence[str]) -> None:
 
 
 def check_initial_weights(config: "Config") -> Iterator["Verdict"]:
-    """Check the objective of the weights that a run starts with."""
-    from diffusion.loading import check_objective
+    """Check that the weights that a run starts with are there, and the objective that they were trained with."""
+    from diffusion.loading import absent_weights, check_objective
     from diffusion.operations.checks.verdicts import problem
 
+    for key, text in absent_weights(config).items():
+        yield problem(key, text)
     try:
         check_objective(config)
     except UserError as error:

@@ -13,7 +13,7 @@ from typing import TypeVar
 from diffusion import storage
 from diffusion.checkpointing.layout import CHECKPOINT_INDEX, batch_of, is_half_written, list_checkpoints, remove_copy
 from diffusion.checkpointing.read import UnsafeCheckpointError, check_bytes, check_safe, read_index, stored_files
-from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoints
+from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoint, RemoteCheckpoints
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.formats.run_folder import CHECKPOINTS, checkpoint_folder
 from diffusion.storage import is_url, join
@@ -133,12 +133,26 @@ def resolve_checkpoint(location: str) -> Path:
         UnsafeCheckpointError: it would run code.
         MachineError: the store cannot be read.
     """
+    found = locate_checkpoint(location, timeout=READ_TIMEOUT)
+    return found if isinstance(found, Path) else _download(found)
+
+
+def locate_checkpoint(location: str, *, timeout: float) -> Path | RemoteCheckpoint:
+    """Find a checkpoint as `resolve_checkpoint` does, without a download.
+
+    Args:
+        location: as there.
+        timeout: seconds for which a store is asked again that does not answer.
+
+    Raises:
+        UserError: as there.
+    """
     if is_url(location):
-        return _download(location.rstrip("/"))
+        return _find_remote(location.rstrip("/"), timeout)
     path = Path(location).expanduser()
     elsewhere = checkpoint_folder(path)
     if elsewhere and is_url(elsewhere):
-        return _download(elsewhere.rstrip("/"))
+        return _find_remote(elsewhere.rstrip("/"), timeout)
     if path.is_file() or (path / CHECKPOINT_INDEX).is_file():
         if damage := find_damage(path):
             raise ConfigurationError(f"checkpoint {path} is not whole ({damage}): choose another one")
@@ -150,16 +164,21 @@ def resolve_checkpoint(location: str) -> Path:
     raise ConfigurationError(f"{path} {problem}: give a checkpoint, a run's folder, or its `checkpoints` folder")
 
 
-def _download(uri: str) -> Path:
+def _find_remote(uri: str, timeout: float) -> RemoteCheckpoint:
     parent, _, name = uri.rpartition("/")
     is_named = batch_of(Path(name)) >= 0
-    remote = RemoteCheckpoints(parent if is_named else uri, timeout=READ_TIMEOUT)
-    whole = [found for found in remote.present() if found.is_complete and (not is_named or found.name == name)]
+    present = RemoteCheckpoints(parent if is_named else uri, timeout=timeout).present()
+    whole = [found for found in present if found.is_complete and (not is_named or found.name == name)]
     if not whole:
         raise ConfigurationError(f"{uri} holds no complete checkpoint: give s3://bucket/prefix of a run's checkpoints")
+    return whole[-1]
+
+
+def _download(found: RemoteCheckpoint) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "diffusion"
-    path = remote.download(whole[-1], cache / whole[-1].identity)
+    remote = RemoteCheckpoints(found.uri.rpartition("/")[0], timeout=READ_TIMEOUT)
+    path = remote.download(found, cache / found.identity)
     if damage := find_damage(path):
         remove_copy(path)
-        raise DataError(f"checkpoint {uri} is damaged: {damage}")
+        raise DataError(f"checkpoint {found} is damaged: {damage}")
     return path

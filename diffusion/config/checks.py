@@ -13,7 +13,7 @@ from omegaconf import MISSING
 from diffusion.config.data import ImageSize, Representation, group_size, image_sizes, legal_world_sizes, microbatch_size
 from diffusion.config.documentation import find_field
 from diffusion.config.fields import CHECK, LocationLimits, parse_time, section_problems
-from diffusion.config.loading import missing_keys
+from diffusion.config.loading import leaves, missing_keys, to_dict
 from diffusion.config.model import AttentionBackend, Compilation
 from diffusion.config.schema import Config, Task
 from diffusion.config.training import Decay, Device, OptimizerName, Parallelism, Precision
@@ -32,6 +32,12 @@ def is_location(key: str) -> bool:
 def missing_locations(config: Config) -> dict[str, str]:
     """Locations that are still `???`, and their meanings."""
     return {key: doc for key, doc in missing_keys(config).items() if is_location(key)}
+
+
+def weight_locations(config: Config) -> dict[str, str]:
+    """Locations of the weights that a run reads at its start, by key; also hub names."""
+    named = {key: value for key, value in leaves(to_dict(config)) if is_location(key) and value not in (None, MISSING)}
+    return {key: value for key, value in named.items() if not key.startswith(("data.", "validation."))}
 
 
 def num_batches(config: Config) -> int:

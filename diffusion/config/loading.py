@@ -145,18 +145,19 @@ def missing_keys(config: Any) -> dict[str, str]:
         Dotted keys whose value is `???` and their meanings, in the order of the schema. A run with
         `plugins.train_dataset` needs no streams.
     """
-    keys = [key for key, value in _leaves(to_dict(config)) if value == MISSING]
+    keys = [key for key, value in leaves(to_dict(config)) if value == MISSING]
     if isinstance(config, Config) and config.plugins.train_dataset is not None:
         keys = [key for key in keys if key not in ("data.local", "data.streams")]
     return {key: find_field(type(config), key)[1] for key in keys}
 
 
-def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """List the values of nested dictionaries and lists by their dotted keys."""
     if not isinstance(value, dict | list):
         yield key, value
         return
     for name, child in value.items() if isinstance(value, dict) else enumerate(value):
-        yield from _leaves(child, _join(key, name))
+        yield from leaves(child, _join(key, name))
 
 
 def _plain(value: Any) -> Any:
@@ -323,7 +324,7 @@ def _merge(schema: type[Schema], sources: Sequence[_Source]) -> Schema:
         except RecursionError:
             raise ConfigurationError(f"{source.name} is nested too deeply, or refers to itself.") from None
     config = merger.build(schema, values, "")
-    if not merger.problems and any(_is_interpolation(value) for _, value in _leaves(to_dict(config))):
+    if not merger.problems and any(_is_interpolation(value) for _, value in leaves(to_dict(config))):
         config = merger.build(schema, merger.resolve(to_dict(config)), "")
     raise_all(ConfigurationError, merger.problems)
     return config

@@ -84,6 +84,22 @@ def local_folder(source: str) -> Path | None:
     return None
 
 
+def check_exists(source: str, *, local_files_only: bool) -> None:
+    """Check that a folder, or the model of a hub name, exists; where the hub does not answer, in its local cache.
+
+    Raises:
+        ConfigurationError: it does not.
+    """
+    if local_folder(source) is not None:
+        return
+    is_local = local_files_only or constants.HF_HUB_OFFLINE or hub_unavailable_reason() is not None
+    try:
+        resolve_revision(source, local_files_only=is_local)
+    except Exception as error:  # The library raises anything for what it does not expect
+        where = "in the cache of the hub" if is_local else "on the hub"
+        raise ConfigurationError(f"there is no folder {source}, and no such model {where}") from error
+
+
 def hub_unavailable_reason() -> str | None:
     """Reason why the hub is not available, or None.
 

@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 from omegaconf import MISSING
 
+from diffusion import storage
 from diffusion.config.checks import num_batches
 from diffusion.config.data import StreamConfig
 from diffusion.config.schema import Config
-from diffusion.datasets.mds import read_shards
+from diffusion.datasets.mds import INDEX, read_shards
 from diffusion.datasets.sample_order import GlobalOrder, order_settings, stream_shapes
 from diffusion.datasets.streams import StreamLocation, locate_streams, validation_streams
-from diffusion.errors import ConfigurationError, DataError
+from diffusion.errors import ConfigurationError, DataError, UserError
 from diffusion.storage import is_url
 
 SECONDS_PER_DAY = 86400
@@ -156,13 +157,25 @@ def located_streams(config: Config) -> dict[str, list[StreamLocation]]:
 
 
 def absent_streams(config: Config) -> dict[str, str]:
-    """Folders of data that the configuration names and that are not on this machine: by key, a sentence."""
+    """Data that the configuration names and that is not on this machine or in its store: by key, a sentence."""
     absent = {}
     for key, streams in located_streams(config).items():
         sources = [stream.source for stream in streams]
-        if folders := [source for source in sources if not is_url(source) and not Path(source).is_dir()]:
-            absent[key] = f"not on this machine: {', '.join(folders)}"
+        folders = [source for source in sources if not is_url(source) and not Path(source).is_dir()]
+        problems = [f"not on this machine: {', '.join(folders)}" if folders else None]
+        problems += storage.concurrent_map(_find_problem, [stream for stream in streams if is_url(stream.source)])
+        if any(problems):
+            absent[key] = "; ".join(filter(None, problems))
     return absent
+
+
+def _find_problem(stream: StreamLocation) -> str | None:
+    """Return why the index of a stream in a store cannot be read, by one attempt; None if it can."""
+    try:
+        storage.stat(storage.join(stream.source, INDEX), replace(stream.access, seconds=0))
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def _samples_per_shard(location: StreamLocation) -> np.ndarray | None:
