@@ -16,6 +16,7 @@ from diffusion.config.training import (
     Precision,
     TrainerConfig,
 )
+from diffusion.datasets.mds import ShardFormat
 from diffusion.planning.amounts import absent_streams
 from diffusion.planning.memory import ParameterCounts
 from diffusion.planning.plan import Plan, format_plan, plan_run
@@ -40,7 +41,10 @@ def make_plan(config: Config, *, num_parameters: int = 1, **options: Any) -> Pla
 
 def write_index(folder, *counts):
     folder.mkdir(parents=True)
-    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [{"samples": count} for count in counts]}))
+    layout = ShardFormat.of({"caption": "str"}).entry
+    raw = {"basename": "shard", "bytes": 1, "hashes": {}}
+    shards = [{"samples": count, "raw_data": raw, "zip_data": None, **layout} for count in counts]
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": shards}))
 
 
 def test_images_and_time_of_the_published_recipe():
@@ -293,7 +297,6 @@ def test_text():
     for line in [
         "Plan of phase1",
         "1,126,400,000 = 550,000 iterations x 2,048",
-        "stream 256-512",
         "1.12 days on 128 GPUs",
         "865,910,724 trained",
         "  data.local: Root of the data set.",
