@@ -65,7 +65,8 @@ class Removed(frozenset[str]):
     def has_copy(self, row: Mapping[str, Any]) -> bool:
         """Check whether an image, by its row of the metadata, has the bytes or the look of a removed one."""
         phash = row.get("phash")
-        return row.get("xxh128") in self or (phash is not None and self.is_like(np.array([phash], np.uint64)).any())
+        is_like = phash is not None and self.is_like(np.array([phash], np.uint64)).any()
+        return row.get("xxh128") in self or bool(is_like)
 
     def is_like(self, phash: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Check which perceptual hashes are near to that of a removed image: uint64 [N] -> bool [N]."""

@@ -378,7 +378,8 @@ class _Shards:
 
     def __init__(self, out: str, task: int, shards: ShardFormat, pool: _Pool) -> None:
         self.pool = pool
-        self._out, self._task, self._format = out, task, shards
+        assert shards.shard_bytes is not None, "checked"
+        self._out, self._task, self._format, self._max_bytes = out, task, shards, shards.shard_bytes
         self._pending: dict[str, list[_Sample]] = {}
         self._sizes: Counter[str] = Counter()
         self._numbers: Counter[str] = Counter()
@@ -389,7 +390,7 @@ class _Shards:
         """Append a sample; if it does not fit, the shard is written before."""
         folder, num_pending = sample.folder, len(self._pending.get(sample.folder, ()))
         num_bytes = self._format.num_bytes(num_pending + 1) + self._sizes[folder] + sample.size
-        if num_pending and num_bytes > self._format.shard_bytes:
+        if num_pending and num_bytes > self._max_bytes:
             self._write(folder)
         self._pending.setdefault(folder, []).append(sample)
         self._sizes[folder] += sample.size
