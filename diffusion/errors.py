@@ -33,7 +33,7 @@ class DataError(UserError):
 
 
 class UnfitDataError(DataError):
-    """More data is damaged than the configuration allows."""
+    """More data is damaged than is tolerated."""
 
     is_lasting = True
 

@@ -29,16 +29,9 @@ _EFFECTS = (
     ),
     (
         Effect.refused,
-        r"task|optimizer\.name|trainer\.parallelism|model|objective|autoencoder"
-        r"|model\.(architecture|pretrained|vae|frozen_seed|network)"
-        r"|model\.text_encoder(\.(chunks|path|max_tokens))?|model\.text_adapter(\.(layers|width))?"
-        r"|model\.token_routing(\.(share|first|last))?|model\.alignment(\.(path|weight|block|width))?"
-        r"|model\.score_conditioning(\.(columns(\.\d+\.(name|mean|std))?|dropout))?"
-        r"|model\.lora(\.(rank|alpha|targets))?|model\.ingredients(\.\d+\.(path|arguments))?"
-        r"|objective\.(prediction_type|flow(\.(logit_mean|logit_std|shift))?|zero_terminal_snr|offset_noise|min_snr_gamma)"
-        r"|objective\.(stratified_timesteps|caption_dropout|posterior)"
-        r"|autoencoder\.(l1_weight|l2_weight|kl_weight|perceptual_weight|vgg_weights|adversarial_weight|vae)"
-        r"|autoencoder\.equivariance(\.(probability|min_scale|rotations))?",
+        r"task|optimizer\.name|trainer\.parallelism"
+        r"|(?!model\.(local_files_only|low_precision_norms)|autoencoder\.(adversarial_start|discriminator_lr))"
+        r"(model|objective|autoencoder)(\..+)?",
     ),
     (
         Effect.takes_effect,
@@ -69,8 +62,8 @@ _EFFECTS = (
         r"|plan\.(num_gpus|gpus_per_node|images_per_second|price_per_gpu_hour|gpu_memory_gb|num_samples|image_kb)",
     ),
 )
-"""Effects of keys, and regular expressions; the first that matches counts. Each key is named, so that a new one without
-an effect is noticed."""
+"""Effects of keys, and regular expressions; the first that matches counts. Other keys than those of what is trained are
+named, so that a new one without an effect is noticed."""
 
 _UNUSED = {Task.diffusion: r"autoencoder\..*", Task.autoencoder: r"objective\..*|model\.(?!architecture$).*"}
 """Keys that a task does not use."""

@@ -45,7 +45,7 @@ class EncodedManifest:
     """SHA-256 of the `manifest.json` of the prepared data."""
 
     counts: dict[str, dict[str, int]]
-    """Samples by split and bucket, those that are withdrawn or damaged among them."""
+    """Samples by split and bucket, with removed and damaged ones."""
 
     sizes: dict[str, list[int]] = field(default_factory=dict)
     """Height and width of the images of each bucket that does not hold squares of `resolution`; may be absent."""

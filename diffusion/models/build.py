@@ -152,8 +152,8 @@ def load_family(
     """
     spec = ARCHITECTURES[architecture]
     try:
-        resolution = whole_number("resolution", spec.resolution if resolution is None else resolution, least=1)
-        seed = whole_number("seed", seed, least=0, most=NUM_SEEDS - 1)
+        resolution = whole_number("resolution", spec.resolution if resolution is None else resolution, minimum=1)
+        seed = whole_number("seed", seed, minimum=0, maximum=NUM_SEEDS - 1)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     factor = side_factor(ModelConfig(architecture=architecture))

@@ -80,13 +80,13 @@ def generate(
     """
     if output not in ("pil", "tensor"):
         raise ValueError(f"output {output!r}: choose 'pil' or 'tensor'")
-    num_images_per_prompt = whole_number("num_images_per_prompt", num_images_per_prompt, least=1)
+    num_images_per_prompt = whole_number("num_images_per_prompt", num_images_per_prompt, minimum=1)
     texts, negatives = expand_prompts(prompts, negative_prompts, num_images_per_prompt)
     size = image_size(height, width, default=model.resolution, factor=model.side_factor)
     placement = Placement(*(original_size or size), *crop, *size)
-    most_steps = model.noise_process.num_timesteps
-    num_inference_steps = whole_number("num_inference_steps", num_inference_steps, least=1, most=most_steps)
-    batch_size = whole_number("batch_size", batch_size, least=1)
+    num_timesteps = model.noise_process.num_timesteps
+    num_inference_steps = whole_number("num_inference_steps", num_inference_steps, minimum=1, maximum=num_timesteps)
+    batch_size = whole_number("batch_size", batch_size, minimum=1)
     seeds = image_seeds(seed, len(texts))
     noise = _initial_noise(model, latents, seeds, size)
     asked = requested_scores(model, scores)

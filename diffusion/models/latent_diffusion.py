@@ -1,6 +1,6 @@
 """The model in pure torch: from a batch to the loss, and from prompts to images.
 
-The loss of a batch, read `LatentDiffusion.forward` and `loss`: latents x_0 from the VAE, noise and timesteps t from
+The loss of a batch, in `LatentDiffusion.forward` and `loss`: latents x_0 from the VAE, noise and timesteps t from
 addressed random numbers, x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise, the network's prediction from x_t, t and the
 captions, and its mean squared error against noise, x_0, v or noise - x_0. Ingredients change each of these, or add
 terms to the loss.
@@ -238,7 +238,7 @@ class LatentDiffusion(nn.Module):
         return Prediction(prediction, target.compute(latents, noise, rates), weight, timesteps, values, draws)
 
     def encode(self, conditioning: Conditioning, call: Call) -> Conditioning:
-        """Conditioning of the network, of which ingredients change that of the frozen text encoder."""
+        """Let the ingredients change the conditioning by the frozen text encoder."""
         for ingredient in self.ingredients:
             conditioning = ingredient.encode(conditioning, call)
         return conditioning

@@ -269,9 +269,9 @@ def image_seeds(seed: int | Sequence[int] | None, num_images: int) -> list[int]:
     if seed is None:
         return [secrets.randbelow(NUM_SEEDS) for _ in range(num_images)]
     if np.ndim(seed) == 0:
-        first = whole_number("seed", seed, least=0, most=NUM_SEEDS - 1)
+        first = whole_number("seed", seed, minimum=0, maximum=NUM_SEEDS - 1)
         return [(first + i) % NUM_SEEDS for i in range(num_images)]
-    seeds = [whole_number("seed", one, least=0, most=NUM_SEEDS - 1) for one in np.asarray(seed).tolist()]
+    seeds = [whole_number("seed", one, minimum=0, maximum=NUM_SEEDS - 1) for one in np.asarray(seed).tolist()]
     if len(seeds) != num_images:
         raise ValueError(f"{len(seeds)} seeds for {num_images} images: give one per image, one number, or none")
     return seeds
@@ -283,25 +283,27 @@ def image_size(height: int | None, width: int | None, *, default: int, factor: i
     Raises:
         ValueError: a side is not a multiple of the factor.
     """
-    height = default if height is None else whole_number("height", height, least=1)
-    width = default if width is None else whole_number("width", width, least=1)
+    height = default if height is None else whole_number("height", height, minimum=1)
+    width = default if width is None else whole_number("width", width, minimum=1)
     if height % factor or width % factor:
         raise ValueError(f"size {height} x {width}: both must be multiples of {factor}")
     return height, width
 
 
-def whole_number(name: str, value: Any, *, least: int, most: float = math.inf) -> int:
+def whole_number(name: str, value: Any, *, minimum: int, maximum: float = math.inf) -> int:
     """Check a whole number of any library against a range.
 
     Raises:
         ValueError: the value is not a whole number in the range.
     """
-    wanted = f"a whole number of {least} or more" if most == math.inf else f"a whole number in {least} .. {most}"
+    wanted = (
+        f"a whole number of {minimum} or more" if maximum == math.inf else f"a whole number in {minimum} .. {maximum}"
+    )
     try:
         number = operator.index(value)
     except TypeError as error:
         raise ValueError(f"{name} {value!r}: give {wanted}") from error
-    if not least <= number <= most:
+    if not minimum <= number <= maximum:
         raise ValueError(f"{name} {number}: give {wanted}")
     return number
 

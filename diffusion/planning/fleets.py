@@ -242,7 +242,7 @@ def rate_for(fleet: Fleet, config: Config) -> float:
             "second, and plan it with run.py --dry-run plan.images_per_second=..."
         )
     side, model = config.data.resolution, config.model
-    is_same = model.architecture is fleet.architecture and not (model.network or model.ingredient_sections)
+    is_same = model.architecture is fleet.architecture and not (model.network or model.has_ingredients)
     if is_same and side in fleet.images_per_second:
         return fleet.images_per_second[side]
     nearest = min(fleet.images_per_second, key=lambda one: abs(one - side))

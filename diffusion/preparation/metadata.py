@@ -45,6 +45,11 @@ def hash_key(key: str) -> str:
     return xxhash.xxh3_128_hexdigest(key.encode())
 
 
+def key_hash(key: str) -> int:
+    """Return the hash of a key as the column `key_hash` holds it: xxh3_64."""
+    return xxhash.xxh3_64_intdigest(key.encode())
+
+
 def removed_row(row: Mapping[str, Any], partition_file: str) -> dict[str, Any]:
     """Make the row of an image that was taken down: neither its key nor its content is left.
 

@@ -2,8 +2,8 @@
 
 Items (partitions, or generations) are numbered from 0. `packed/KIND/FIRST-STOP-HASH.parquet` holds some columns of the
 items from FIRST to before STOP; HASH is that of what identifies them. A new file takes in the last ones that hold no
-more items: there are as many files as the number of items has binary digits. Whoever changes or removes metadata of an
-item removes the folder, which is made anew.
+more items: there are at most as many files as the number of items has binary digits. Whoever changes or removes the
+metadata of an item removes the folder, which is made anew.
 """
 
 import re

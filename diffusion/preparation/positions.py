@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import pyarrow as pa
-import xxhash
 
 from diffusion import storage
 from diffusion.datasets.mds import SampleDecoder, Shard, read_shard
 from diffusion.preparation.layout import POSITIONS, positions_name, read_schema, read_table, write_table
+from diffusion.preparation.metadata import key_hash
 from diffusion.storage import MissingFileError
 
 POSITIONS_SCHEMA = pa.schema(
@@ -65,13 +65,13 @@ def task_of(name: str) -> int:
     return int(name.split(".")[1])
 
 
-def hash_of_key(key: str) -> int | None:
-    """Return the hash of a key as the column `key_hash` has it, xxh3_64; None for the empty key of an erased sample."""
-    return xxhash.xxh3_64_intdigest(key.encode()) if key else None
+def write_keys(dataset: str, folder: str, shard: Shard, keys: Iterable[str]) -> None:
+    """Write the keys of an encoded shard in `<split>/<bucket>`, hashed; empty ones are of erased samples."""
+    write_key_hashes(dataset, folder, shard, [key_hash(key) if key else None for key in keys])
 
 
 def write_key_hashes(dataset: str, folder: str, shard: Shard, hashes: Iterable[int | None]) -> None:
-    """Write the hashes of the keys of an encoded shard in `<split>/<bucket>`."""
+    """Write the hashes of the keys of an encoded shard in `<split>/<bucket>`, null for erased samples."""
     table = pa.table({"key_hash": pa.array(hashes, pa.uint64())})
     write_table(storage.join(dataset, POSITIONS, folder, f"{shard_stem(shard.raw.name)}.parquet"), table)
 
@@ -87,5 +87,5 @@ def read_key_hashes(dataset: str, folder: str, shard: Shard) -> Any:
     except MissingFileError:
         decode = SampleDecoder(shard.format, ["key"])
         samples = read_shard(storage.join(dataset, folder), shard)
-        write_key_hashes(dataset, folder, shard, [hash_of_key(decode(sample)["key"]) for sample in samples])
+        write_keys(dataset, folder, shard, [decode(sample)["key"] for sample in samples])
         return read_table(uri)["key_hash"]

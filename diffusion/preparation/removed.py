@@ -64,9 +64,10 @@ class Removed(frozenset[str]):
 
     def has_copy(self, row: Mapping[str, Any]) -> bool:
         """Check whether an image, by its row of the metadata, has the bytes or the look of a removed one."""
+        if row.get("xxh128") in self:
+            return True
         phash = row.get("phash")
-        is_like = phash is not None and self.is_like(np.array([phash], np.uint64)).any()
-        return row.get("xxh128") in self or bool(is_like)
+        return phash is not None and bool((np.bitwise_count(self.looks ^ np.uint64(phash)) <= MAX_DISTANCE).any())
 
     def is_like(self, phash: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Check which perceptual hashes are near to that of a removed image: uint64 [N] -> bool [N]."""

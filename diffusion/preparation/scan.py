@@ -47,7 +47,7 @@ from diffusion.preparation.measures import (
     perceptual_hash,
     sharpness,
 )
-from diffusion.preparation.metadata import as_pattern, hash_key, literal, removed_row
+from diffusion.preparation.metadata import as_pattern, hash_key, key_hash, literal, removed_row
 from diffusion.preparation.output import clear, clear_folders
 from diffusion.preparation.packing import Packs
 from diffusion.preparation.records import (
@@ -509,7 +509,7 @@ class Scanner:
     def _row(self, item: Record | Rejected, partition: Partition) -> dict[str, Any]:
         row: dict[str, Any] = {
             "key": item.key,
-            "key_hash": xxhash.xxh3_64_intdigest(item.key.encode()),
+            "key_hash": key_hash(item.key),
             **vars(item.location),
         }
         if hash_key(item.key) in self._removed:

@@ -373,9 +373,9 @@ def _load_images(
 
     reason = conditions.reason
     if removed := Removed.read(out):
-        add_table(connection, "removed", pa.table({"xxh128": sorted(removed)}))
+        add_table(connection, "removed", pa.table({"hash": sorted(removed)}))
         looks = " OR ".join(f"bit_count(xor(phash, {look}::UBIGINT)) <= {MAX_DISTANCE}" for look in removed.looks)
-        is_copy = f"xxh128 IN (SELECT xxh128 FROM removed) OR {looks or 'false'}"
+        is_copy = f"xxh128 IN (SELECT hash FROM removed) OR {looks or 'false'}"
         reason = f"CASE WHEN {is_copy} THEN '{Reason.REMOVED.value}' ELSE {reason} END"
 
     def insert(some: Sequence[int]) -> str:
@@ -443,19 +443,19 @@ def _move_small_buckets(
     connection: "duckdb.DuckDBPyConnection", config: PrepareConfig, places: Collection[str]
 ) -> None:
     """Make the table `moves`: where images go whose bucket would hold too few; a null bucket is nowhere."""
-    buckets, least = build_buckets(config.buckets), config.buckets.min_samples or 0
+    buckets, min_samples = build_buckets(config.buckets), config.buckets.min_samples or 0
     kept = "FROM images ANTI JOIN duplicates USING (part, row_number) WHERE reason = '' AND NOT kept_before"
     moves: dict[str, Any] = {"width": [], "height": [], "bucket": [], "target": []}
-    if isinstance(buckets, SizeBuckets) and least:
+    if isinstance(buckets, SizeBuckets) and min_samples:
         counted = f"SELECT bucket, count(*) FILTER (NOT is_validation) {kept} GROUP BY bucket"
         counts = dict(connection.execute(counted).fetchall())
         existing = {place.partition("/")[2] for place in places}
-        small = [name for name, count in counts.items() if count < least and name not in existing]
-        large = {name for name, count in counts.items() if count >= least} | existing
+        small = [name for name, count in counts.items() if count < min_samples and name not in existing]
+        large = {name for name, count in counts.items() if count >= min_samples} | existing
         if small and not large:
             raise NothingKeptError(
-                f"no bucket has {least} images (buckets.min_samples), the largest has {max(counts.values())}: lower "
-                "it, or divide the images into fewer buckets"
+                f"no bucket has {min_samples} images (buckets.min_samples), the largest has {max(counts.values())}: "
+                "lower it, or divide the images into fewer buckets"
             )
         sizes = tuple(size for name in buckets.names if name in large and (size := named_size(name)))
         others = dataclasses.replace(buckets, sizes=sizes)

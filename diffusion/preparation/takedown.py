@@ -25,7 +25,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import xxhash
 from numpy.typing import NDArray
 
 from diffusion import storage
@@ -60,10 +59,9 @@ from diffusion.preparation.layout import (
     read_table,
     write_table,
 )
-from diffusion.preparation.metadata import hash_key, removed_row
+from diffusion.preparation.metadata import hash_key, key_hash, removed_row
 from diffusion.preparation.output import claim, clear_folders, clear_result
 from diffusion.preparation.positions import (
-    hash_of_key,
     read_key_hashes,
     shard_stem,
     shards_as_metadata,
@@ -148,38 +146,43 @@ def take_down(
         MachineError: another process is writing there, or it cannot be written to.
     """
     kinds = {uri: _kind_of(uri) for uri in (dataset, *derived)}
-    asked, found, held, count = set(keys), set[str](), set[str](), 0
-    hashes = Removed(map(hash_key, asked))
+    requested, found, copied, num_rewritten = set(keys), set[str](), set[str](), 0
+    hashes = Removed(map(hash_key, requested))
     with ExitStack() as claims:
         for uri, kind in kinds.items():
             claims.enter_context(claim(uri, kind))
-            hashes = add_removed(uri, hashes)  # What one rejects, those that come after it do, too.
+            hashes = add_removed(uri, hashes)  # Each data set rejects what the ones before it reject.
             if kind == PreparedManifest.KIND:
-                data, rows = _Prepared(uri), _find_keys(uri, asked, marked=erase)
+                data, rows = _Prepared(uri), _find_keys(uri, requested, marked=erase)
                 hashes = add_removed(uri, _hashes_of(rows, near=near))
-                like = _find_copies(uri, hashes, rows)
-                held = {sample.key for sample in data.find(like)}
+                copy_rows = _find_copies(uri, hashes, rows)
+                samples, copy_samples = data.find(rows), data.find(copy_rows)
+                copied = {sample.key for sample in copy_samples}
                 if copies:
-                    asked |= held
-                    hashes = add_removed(uri, [hash_key(row["key"]) for row in _listed(like)])
-                    rows = {part: rows.get(part, {}) | like.get(part, {}) for part in rows.keys() | like.keys()}
-                samples = data.find(rows)
+                    requested |= copied
+                    hashes = add_removed(uri, [hash_key(row["key"]) for row in _listed(copy_rows)])
+                    rows = {
+                        part: rows.get(part, {}) | copy_rows.get(part, {}) for part in rows.keys() | copy_rows.keys()
+                    }
+                    samples += copy_samples
                 _mark(uri, samples)
                 data.reject(rows)  # After the marks: rows that are rejected are no copies that are found again.
+                num_rewritten += data.erase(rows) if erase else 0
             else:
                 data = _Encoded(uri)
-                samples = data.find(asked)
+                samples = data.find(requested)
                 _mark(uri, samples)
+                num_rewritten += data.erase() if erase else 0
             found |= {sample.key for sample in samples}
-            if erase:
-                count += data.erase()
-    absent = sorted(asked - found)
+    absent = sorted(requested - found)
     if absent:
         logger.warning(
             "%s does not hold %d of the keys (such as %s); later scans reject them",
             storage.shown(dataset), len(absent), ascii(absent[0]),
         )  # fmt: skip
-    return Takedown(marks=read_marks(dataset), absent=absent, copies=sorted(held - asked), num_rewritten=count)
+    return Takedown(
+        marks=read_marks(dataset), absent=absent, copies=sorted(copied - requested), num_rewritten=num_rewritten
+    )
 
 
 def _kind_of(dataset: str) -> str:
@@ -219,10 +222,9 @@ class _Prepared:
             for window in windows
             for part in window
         }
-        self._rows: _Rows = {}
 
     def reject(self, rows: _Rows) -> None:
-        """Reject rows of the metadata, which `erase` erases; a growth that has selected some is begun again."""
+        """Reject rows of the metadata; a growth that has selected some is begun again."""
         partitions = storage.read_json(storage.join(self._uri, SCAN))["partitions"]
         generations = {one["number"]: one["generation"] for one in partitions}
         if any(generations[part] >= len(self._selections) for part in rows):
@@ -231,7 +233,6 @@ class _Prepared:
             storage.delete(storage.join(self._uri, SELECTION, f"{generation}.json") for generation in later)
             discard_generations(self._uri, len(self._selections), self._num_tasks)
         _reject_rows(self._uri, rows, erase=False)
-        self._rows = rows
 
     def find(self, rows: _Rows) -> list[_Sample]:
         """Find the samples of some rows by the positions of the tasks that wrote them."""
@@ -252,11 +253,11 @@ class _Prepared:
                     samples.append(_Sample(row["key"], folder, index))
         return samples
 
-    def erase(self) -> int:
-        """Erase the rejected rows and their samples; return how many shards were rewritten."""
-        uri, rows = self._uri, self._rows
+    def erase(self, rows: _Rows) -> int:
+        """Erase rejected rows and their samples; return how many shards were rewritten."""
+        uri = self._uri
         _erase_examples(uri, rows)
-        clear_folders(uri, REREAD)  # Of a comparison that was killed.
+        clear_folders(uri, REREAD)  # Left by a killed comparison.
         _erase_listings(uri)
         has_report = storage.exists(storage.join(uri, REPORT_PAGE))
         storage.delete(storage.join(uri, name) for name in (REPORT_PAGE, REPORT_NUMBERS))
@@ -289,7 +290,7 @@ def _find_keys(dataset: str, keys: Collection[str], *, marked: bool = False) -> 
     """Find images by their keys, and those that are marked and not erased yet."""
     if not keys and not marked:
         return {}
-    hashes = np.array([xxhash.xxh3_64_intdigest(key.encode()) for key in keys], np.uint64)
+    hashes = np.array([key_hash(key) for key in keys], np.uint64)
 
     def matches(table: pa.Table) -> NDArray[np.bool_]:
         is_marked = marked & (np.array(table["reason"]) == Reason.REMOVED.value)
@@ -378,7 +379,7 @@ def _erase_listings(dataset: str) -> None:
     names = {one["number"]: scan["sources"][one["source"]]["name"] for one in scan["partitions"]}
     for number in part_numbers(storage.join(dataset, LISTINGS)):
         uri = storage.join(dataset, LISTINGS, part_name(number))
-        if number not in names:  # Of a growth that was stopped before scan.json named it; it is listed again.
+        if number not in names:  # A growth stopped before scan.json named it; it is listed again.
             storage.delete([uri])
             continue
         items = read_table(uri)["item"].to_pylist()
@@ -450,14 +451,14 @@ class _Encoded:
 
     def __init__(self, uri: str) -> None:
         self._uri = uri
-        clear_folders(uri, WORK)  # Of a growth, whose shards were encoded before the takedown.
+        clear_folders(uri, WORK)  # Unfinished growth: its shards predate the takedown.
         indexes = sorted(name for name in storage.list_files(uri) if name.endswith(f"/{INDEX}"))
         names = [name.removesuffix(f"/{INDEX}") for name in indexes if name.split("/")[0] in SPLITS]
         self._shards = {name: read_shards(storage.join(uri, name)) for name in names}
 
     def find(self, keys: Collection[str]) -> list[_Sample]:
         """Find samples by the hashes of their keys."""
-        hashes = {hash_of_key(key): key for key in keys}
+        hashes = {key_hash(key): key for key in keys}
         wanted = pa.array(list(hashes), pa.uint64())
         samples = []
         for name, shards in self._shards.items() if keys else ():

@@ -9,9 +9,9 @@ indexes, and the manifest last.
 A shard is one write, whole or absent. Its name (`shard.TASK.NUMBER.mds`) and bytes are a function of the selection, so
 that a task that was interrupted, or runs twice, writes the same files again.
 
-Memory of a worker: a window and as much of its last partition (or positions in a file of `scratch`), as much that is
-carried over, and a shard; of a larger partition, each `window_mb` are taken like a window. Memory of the driver: an
-object per partition and the index entry of each shard.
+A worker holds a window, the rest of its last partition and the samples carried over, about `window_mb` each, and one
+shard. With `scratch` the samples are in a file, and their positions in memory. A partition above `window_mb` is read in
+pieces of that size. The driver holds an object per partition and the index entry of each shard.
 """
 
 import functools
@@ -145,7 +145,7 @@ def write(
         )
     if not any(selection.kept for selection in selections):
         raise _nothing_kept(out, selections)
-    _begin(out, selections, finished)
+    _discard_other_selections(out, selections, finished)
     if finished is not None and len(finished.generations) == len(selections):
         return finished
     first_task = selections[num_finished].first_task
@@ -201,7 +201,7 @@ def _nothing_kept(out: str, selections: Sequence[Selection]) -> NothingKeptError
     return NothingKeptError(f"{storage.shown(out)}: no image is kept: {'; '.join(reasons) or 'the sources hold none'}")
 
 
-def _begin(out: str, selections: Sequence[Selection], finished: PreparedManifest | None) -> None:
+def _discard_other_selections(out: str, selections: Sequence[Selection], finished: PreparedManifest | None) -> None:
     """Remove what was written from another selection."""
     uri = storage.join(out, POSITIONS, _IDENTITIES)
     known = storage.read_json(uri) if storage.exists(uri) else []

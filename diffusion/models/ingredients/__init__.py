@@ -43,7 +43,7 @@ def find_ingredients(config: ModelConfig) -> list[Ingredient]:
 def adapt(
     network: nn.Module, ingredients: Sequence[Ingredient], initial: Mapping[str, Tensor] | None, seed: int
 ) -> None:
-    """Let the ingredients change what is trained, when the initial weights, if there are any, are loaded."""
+    """Let the ingredients freeze or add weights, after initial weights are loaded."""
     missing = []
     if initial is not None:
         parts = {name.partition(".")[0] for name in initial}

@@ -1,4 +1,4 @@
-"""What an ingredient of the recipe is, and the call of the network that the ingredients take part in.
+"""Base class of ingredients, and the state that they share during a call of the network.
 
 Shape letters: B batch, C channels, H W height and width of the latent, L image tokens, K those that go through all
 blocks, D width of the hidden states, E width of the time embedding.
@@ -30,7 +30,7 @@ class Call:
 
     seed: int = 0
     is_training: bool = False
-    """With the random numbers of training; otherwise for validation or sampling."""
+    """True in a training step; false in validation and sampling."""
 
     batch: Mapping[str, Tensor] = field(default_factory=dict)
     """The entries of `BatchKey`; empty in sampling."""
@@ -65,10 +65,10 @@ class Ingredient:
     """Models for sampling are built without it."""
 
     freezes_weights: ClassVar[bool] = False
-    """Weights beside those that it trains never change, so that averages lack them."""
+    """It freezes all other weights, so that averages hold only its own."""
 
     name_in_exports: ClassVar[str] = ""
-    """Its name where files of one network have no place for it."""
+    """Its name in the error of single-file exports, which cannot hold it; empty if they can."""
 
     continues_text_encoder: bool = False
     """It takes hidden states of a CLIP text encoder before the final norm."""
@@ -125,7 +125,7 @@ class Ingredient:
     # Operations, counted as in `models.flops`
 
     def operations(self, num_tokens: int) -> OperationCounter | None:
-        """Count the operations on a caption before the network, whose text gets gradients then; None: there are none.
+        """Count the operations on a caption before the network; a result means that the text needs gradients.
 
         Args:
             num_tokens: tokens of the caption.

@@ -97,7 +97,7 @@ class Output:
     records: dict[str, list[ShardRecord | None]] = field(default_factory=dict)
     """A record per prepared shard, the known ones first; None if it is not encoded."""
     removed: frozenset[str] = frozenset()
-    """Hashes of the removed keys."""
+    """Hashes of removed images: `preparation/removed.py`."""
 
     @property
     def num_samples(self) -> int:

@@ -34,7 +34,7 @@ from diffusion.preparation.encoding.models import Encoded, Encoder, EncodingMode
 from diffusion.preparation.encoding.output import ShardRecord, Target, shard_identity
 from diffusion.preparation.encoding.plan import EncodingSettings, ShardTask
 from diffusion.preparation.metadata import hash_key
-from diffusion.preparation.positions import hash_of_key, write_key_hashes
+from diffusion.preparation.positions import write_keys
 from diffusion.storage import join, shown
 
 PREFETCH_FACTOR = 4
@@ -242,7 +242,7 @@ class _Assembler:
             name = shard_name(shard.task.number, part=part)
             content, one = encode_shard(samples[start:end], name, shards)
             storage.write(join(target.dataset, target.folder, name), content)
-            write_key_hashes(target.dataset, target.folder, one, map(hash_of_key, shard.keys[start:end]))
+            write_keys(target.dataset, target.folder, one, shard.keys[start:end])
             written.append(one)
         record = ShardRecord(
             source=shard_identity(shard.task.shard),
