@@ -52,7 +52,7 @@ class Steps:
             return
         print(f"\n[{name}] {shown}", flush=True)
         start = time.monotonic()
-        environment = {**os.environ, "TQDM_MININTERVAL": "2"}
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, "TQDM_MININTERVAL": "2"}
         if code := subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode:
             raise UserError(f"step '{name}' ended with exit code {code}; see its message, and run the demo again")
         self.done[name] = {"command": shown, "seconds": time.monotonic() - start}

@@ -153,7 +153,7 @@ def export(
             (partial / "README.md").write_text(card, encoding="utf-8")
             if lora_only:
                 assert config.model.lora is not None
-                write_lora(partial, trained.part(component, is_merged=False), config.model.lora)
+                write_lora(partial, trained.part(component), config.model.lora)
             else:
                 _write_pipeline(partial, trained)
     except OSError as error:
@@ -179,7 +179,7 @@ def _single_file(trained: Trained, layout: ExportLayout) -> dict[str, Tensor]:
             network = build_network(config.model)
         assert isinstance(network, UNet2DConditionModel)
         names = unet_names(network) if spec.text_encoder_2 is not None else {}
-        return kohya_layout(trained.part(spec.component, is_merged=False), config.model.lora, names)
+        return kohya_layout(trained.part(spec.component), config.model.lora, names)
     if layout is ExportLayout.diffusers:
         return {name: tensor.contiguous() for name, tensor in trained.part(spec.component).items()}
     network, frozen = _parts(trained)

@@ -142,10 +142,7 @@ def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to
 
     With a process group the process ends here, with that code. Exceptions that are no `UserError`, `PreemptedError` or
     Ctrl-C pass.
-
-    Torch computes with one thread unless OMP_NUM_THREADS is set: on a CPU the last bits of sums depend on their number.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if "GROUP_RANK" in os.environ:  # As torchrun names what Composer reads when it is imported.
         os.environ.setdefault("NODE_RANK", os.environ["GROUP_RANK"])
     if "RANK" in os.environ:  # A signal to the composer launcher, or SIGKILL to torchrun, ends it alone.

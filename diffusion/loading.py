@@ -12,10 +12,11 @@ from torch import Tensor
 
 from diffusion.checkpointing.find import locate_checkpoint, resolve_checkpoint
 from diffusion.checkpointing.read import read_config, read_identities, read_weights
+from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.config.checks import weight_locations
 from diffusion.config.frozen import FrozenPaths
 from diffusion.config.loading import from_dict, load
-from diffusion.config.model import InitFromConfig
+from diffusion.config.model import InitFromConfig, ModelConfig
 from diffusion.config.resumption import is_used
 from diffusion.config.schema import Config, Task
 from diffusion.ema.posthoc import AVERAGE_SUFFIX
@@ -77,11 +78,10 @@ class Trained:
         """Weights of the model for sampling (`ingredients.merged`)."""
         return merged(self.weights, self.config.model)
 
-    def part(self, name: str, *, is_merged: bool = True) -> dict[str, Tensor]:
-        """Weights of a part of the model by their names in it, merged or as they were trained."""
+    def part(self, name: str) -> dict[str, Tensor]:
+        """Weights of a part of the model by their names in it."""
         prefix = f"{name}."
-        weights = self.merged if is_merged else self.weights
-        return {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+        return {key.removeprefix(prefix): value for key, value in self.weights.items() if key.startswith(prefix)}
 
 
 def load_config_of(checkpoint: Path) -> Config:
@@ -155,7 +155,7 @@ def load_model(path: str | Path, *, weights: str = "raw", paths: FrozenPaths | N
         options: dict[str, Any] = {"resolution": config.data.resolution, "seed": config.seed, "for_training": False}
         model = build_model(config.model, config.objective, **options)
     trained.check_parts(model.identities())
-    load_weights(model, trained.merged, str(trained.path))
+    load_weights(model, used_weights(trained.merged, config.model, model), str(trained.path))
     return model.eval()
 
 
@@ -182,7 +182,15 @@ def read_initial(config: InitFromConfig, model: LatentDiffusion) -> dict[str, Te
         except ConfigurationError as error:
             log.warning("%s", error)
     stored = read_weights(checkpoint, config.weights, is_checked=True)
-    return merged(stored, load_config_of(checkpoint).model)
+    stored_config = load_config_of(checkpoint).model
+    return used_weights(merged(stored, stored_config), stored_config, model)
+
+
+def used_weights(weights: dict[str, Tensor], config: ModelConfig, model: LatentDiffusion) -> dict[str, Tensor]:
+    """Return the weights of a configuration without those of ingredients that only training with them needs."""
+    unused = {one.part for one in find_ingredients(config) if one.serves_training_only}
+    unused -= {one.part for one in model.ingredients}
+    return {name: value for name, value in weights.items() if name.partition(".")[0] not in unused}
 
 
 def check_objective(config: Config) -> None:
@@ -226,21 +234,37 @@ def absent_weights(config: Config) -> dict[str, str]:
 
     Nothing is downloaded, and a store is asked once. A run that has begun does not read its initial weights again.
     """
-    absent, has_begun = {}, (Path(config.output_folder).expanduser() / STARTS).is_file()
+    absent, unread = {}, set[str]()
+    if has_begun(config):
+        unread.add("init_from.checkpoint")
+    if config.autoencoder.perceptual_weight == 0:
+        unread.add("autoencoder.vgg_weights")
+    if config.model.vae and config.model.text_encoder.path:
+        unread.add("model.pretrained")
     for key, source in weight_locations(config).items():
-        is_initial = key == "init_from.checkpoint"
-        if not is_used(key, config.task) or (is_initial and has_begun):
+        if not is_used(key, config.task) or key in unread:
             continue
         try:
-            if is_initial and config.task is Task.diffusion and not is_pipeline(source):
+            if key == "init_from.checkpoint" and config.task is Task.diffusion and not is_pipeline(source):
                 _check_initial(source)
             elif key == "autoencoder.vgg_weights":
                 _check_file(source)
             else:
-                check_exists(source, local_files_only=config.model.local_files_only)
+                from_hub = key in ("model.pretrained", "model.vae") and not config.model.local_files_only
+                check_exists(source, local_files_only=not from_hub)
         except UserError as error:
             absent[key] = str(error)
     return absent
+
+
+def has_begun(config: Config) -> bool:
+    """Return whether a run has started before, on this machine or with checkpoints in a store."""
+    if (Path(config.output_folder).expanduser() / STARTS).is_file():
+        return True
+    location = config.trainer.checkpoint_folder
+    with suppress(UserError):  # Checks of the store say why it does not answer.
+        return location is not None and is_url(location) and bool(RemoteCheckpoints(location, timeout=0).present())
+    return False
 
 
 def _check_initial(source: str) -> None:

@@ -179,8 +179,8 @@ def start_ranks(config: Config) -> Device:
     ranks = dist.get_local_world_size()
     check_machine(config, num_gpus=num_gpus, bf16_supported=computes_bf16(), local_world_size=ranks)
     device = resolve_device(config.trainer.device, num_gpus)
-    if device is Device.cpu:  # The last bits of sums depend on the number of threads.
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if device is Device.cpu and not os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(1)  # The last bits of sums depend on it.
     if config.trainer.collectives is Collectives.smddp:
         load_smddp()
         type(get_device(device.value)).dist_backend = Collectives.smddp.value

@@ -84,9 +84,10 @@ def check_whole(path: Path) -> None:
 def read_damaged(location: str) -> set[str]:
     """Read the names of a run's checkpoints, in a folder or store, that do not count as kept."""
     try:
-        return set(storage.read_json(join(location, DAMAGED)))
+        names = storage.read_json(join(location, DAMAGED))
     except DataError:  # There is none.
         return set()
+    return set(names) if isinstance(names, list) else set()
 
 
 def write_damaged(location: str, names: set[str]) -> None:

@@ -127,7 +127,7 @@ def _find_local(config: Config, storage: CheckpointStorage) -> Path | None:
         return None
     newest = newest_that_passes(present, check_checkpoint)
     if newest is not None:
-        _record_damaged(str(folder), [path.name for path in present[present.index(newest) + 1 :]])
+        _record_damaged(str(folder), [path.name for path in present[present.index(newest) + 1 :]], newest.name)
         check_changes(config, newest, str(newest))
     elif present:
         raise _none_is_whole(folder)
@@ -136,10 +136,12 @@ def _find_local(config: Config, storage: CheckpointStorage) -> Path | None:
     return newest
 
 
-def _record_damaged(location: str, names: Sequence[str]) -> None:
+def _record_damaged(location: str, names: Sequence[str], newest: str) -> None:
     """Let later starts, which resume from newer checkpoints and do not read these, know that they are damaged."""
-    if names:
-        write_damaged(location, read_damaged(location) | set(names))
+    known = read_damaged(location)
+    damaged = known.union(names) - {newest}
+    if damaged != known:
+        write_damaged(location, damaged)
 
 
 def _check_none(location: Path | str, present: Sequence[object]) -> None:
@@ -218,7 +220,9 @@ def _download_newest(config: Config, storage: CheckpointStorage, remote: RemoteC
     present = remote.present()
     newest = newest_that_passes(present, check)
     if newest is not None:
-        _record_damaged(remote.uri, [checkpoint.name for checkpoint in present[present.index(newest) + 1 :]])
+        _record_damaged(
+            remote.uri, [checkpoint.name for checkpoint in present[present.index(newest) + 1 :]], newest.name
+        )
         check_changes(config, storage.downloads / newest.name, str(newest))
     elif present:
         raise _none_is_whole(remote.uri)

@@ -239,8 +239,9 @@ class ObjectChecks(Suite[Check]):
         key = "protocol.compositional.suite"
         if config.suite == "shapes":
             raise ConfigurationError(f"{key}=shapes: these checks moved to the demo, write demo.shape_checks.shapes")
-        if config.suite.endswith(".jsonl"):
-            suite = CheckSuite(checks=read_checks(Path(config.suite).expanduser()), colours=COLOUR_NAMES)
+        file = Path(config.suite).expanduser()
+        if file.is_file() or file.suffix == ".jsonl":
+            suite = CheckSuite(checks=read_checks(file), colours=COLOUR_NAMES)
         else:
             suite = build_plugin(Plugin(path=config.suite), key, CheckSuite)
         detector = suite.detector

@@ -20,7 +20,7 @@ from diffusion.models.architectures import (
     with_seed,
 )
 from diffusion.models.conditioning import text_width
-from diffusion.models.ingredients import INGREDIENTS, find_ingredients
+from diffusion.models.ingredients import find_ingredients
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.ldm_layout import read_single_file
 from diffusion.models.networks import text_width_of
@@ -96,11 +96,8 @@ def load_weights(model: LatentDiffusion, weights: dict[str, Tensor], source: str
         ConfigurationError: names or shapes differ from those of the model.
     """
     expected = model.state_dict()
-    own = {ingredient.part for ingredient in model.ingredients}
-    for ingredient in {*INGREDIENTS, *map(type, model.ingredients)}:
+    for ingredient in model.ingredients:
         prefix = f"{ingredient.part}."
-        if ingredient.serves_training_only and ingredient.part not in own:
-            weights = {name: value for name, value in weights.items() if not name.startswith(prefix)}
         if not any(name.startswith(prefix) for name in weights):
             weights = weights | {name: value for name, value in expected.items() if name.startswith(prefix)}
     missing, unexpected = expected.keys() - weights.keys(), weights.keys() - expected.keys()

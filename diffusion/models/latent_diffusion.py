@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from diffusion.config.model import ObjectiveConfig, Posterior
 from diffusion.datasets.batch import BatchKey, Entry
+from diffusion.errors import ConfigurationError
 from diffusion.models import generation
 from diffusion.models.conditioning import Conditioner, Conditioning, TextEncoder
 from diffusion.models.fast.norms import use_low_precision_norms
@@ -140,6 +141,11 @@ class LatentDiffusion(nn.Module):
         self._frozen: dict[str, Any] = {"vae": frozen.vae, "text_encoder": frozen.text_encoder}
         for ingredient in ingredients:
             if ingredient.module is not None:
+                if hasattr(self, ingredient.part):
+                    raise ConfigurationError(
+                        f"two parts of the model are called '{ingredient.part}': change `part` of "
+                        f"{type(ingredient).__name__}"
+                    )
                 self.add_module(ingredient.part, ingredient.module)
             self._frozen |= ingredient.frozen
         self.caller = Caller(network, ingredients)
@@ -254,7 +260,10 @@ class LatentDiffusion(nn.Module):
         """Mean error of the microbatch, float32 []; or all terms, where ingredients add some: the Trainer adds them."""
         terms = {"diffusion": self.sample_errors(outputs).mean()}
         for ingredient in self.ingredients:
-            terms |= ingredient.loss(outputs)
+            added = ingredient.loss(outputs)
+            if taken := terms.keys() & added.keys():
+                raise ValueError(f"two terms of the loss are called {taken.pop()}: rename that of {ingredient}")
+            terms |= added
         return terms if len(terms) > 1 else terms["diffusion"]
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import requests
 import torch
-from huggingface_hub import constants, resolve_revision, snapshot_download
+from huggingface_hub import HfApi, constants, resolve_revision, snapshot_download
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
@@ -85,18 +85,23 @@ def local_folder(source: str) -> Path | None:
 
 
 def check_exists(source: str, *, local_files_only: bool) -> None:
-    """Check that a folder, or the model of a hub name, exists; where the hub does not answer, in its local cache.
+    """Check that a folder, or the model of a hub name, can be read; where the hub does not answer, from its cache.
+
+    Nothing is downloaded or written.
 
     Raises:
-        ConfigurationError: it does not.
+        ConfigurationError: it cannot.
     """
     if local_folder(source) is not None:
         return
     is_local = local_files_only or constants.HF_HUB_OFFLINE or hub_unavailable_reason() is not None
+    where = "in the cache of the hub" if is_local else "on the hub to which this machine has access"
     try:
-        resolve_revision(source, local_files_only=is_local)
+        if not is_local:
+            HfApi().auth_check(source)
+        elif not any(Path(snapshot_download(source, local_files_only=True)).rglob("*.safetensors")):
+            raise FileNotFoundError(source)
     except Exception as error:  # The library raises anything for what it does not expect
-        where = "in the cache of the hub" if is_local else "on the hub"
         raise ConfigurationError(f"there is no folder {source}, and no such model {where}") from error
 
 

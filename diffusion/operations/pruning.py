@@ -60,13 +60,15 @@ def find_superseded(run: Path, config: Config, num_kept: int | None) -> list[Pat
     damaged = read_damaged(location)
     if is_url(location):
         remote = {Path(found.name): found for found in RemoteCheckpoints(location, timeout=READ_TIMEOUT).present()}
-        whole = [path for path, found in remote.items() if found.is_complete and path.name not in damaged]
+        complete = [path for path, found in remote.items() if found.is_complete]
+        whole = [path for path in complete if path.name not in damaged]
         old = superseded(list(remote), newest=num_kept, every=every, is_whole=whole.__contains__)
-        return [remote[path] for path in old if path in whole]
+        return [remote[path] for path in old if path in complete]
     present = list_checkpoints(Path(location))
-    whole = [path for path in present if is_complete(path) and path.name not in damaged]
+    complete = [path for path in present if is_complete(path)]
+    whole = [path for path in complete if path.name not in damaged]
     old = superseded(present, newest=num_kept, every=every, is_whole=whole.__contains__)
-    return [path for path in old if path in whole]
+    return [path for path in old if path in complete]
 
 
 def _is_guessed(run: Path, location: str | None) -> bool:

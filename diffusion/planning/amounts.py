@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 from omegaconf import MISSING
@@ -172,7 +173,9 @@ def absent_streams(config: Config) -> dict[str, str]:
 def _find_problem(stream: StreamLocation) -> str | None:
     """Return why the index of a stream in a store cannot be read, by one attempt; None if it can."""
     try:
-        storage.stat(storage.join(stream.source, INDEX), replace(stream.access, seconds=0))
+        with TemporaryDirectory() as folder:
+            index, access = storage.join(stream.source, INDEX), replace(stream.access, seconds=0)
+            storage.download(index, Path(folder, INDEX), access=access)
     except UserError as error:
         return str(error)
     return None

@@ -60,16 +60,6 @@ if __name__ == "__main__":
 """
 
 
-def test_torch_takes_one_thread_unless_told_otherwise():
-    code = "from diffusion.launch import run_command as run; run(lambda: print(__import__('torch').get_num_threads()))"
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    for added, expected in (({}, "1"), ({"OMP_NUM_THREADS": "2"}, "2")):
-        ended = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, env=environment | added, capture_output=True, text=True, check=True
-        )
-        assert ended.stdout.strip() == expected
-
-
 def launch(server: TrainingServer, tmp_path: Path, launcher: str, mode: str) -> Ended:
     script, port = tmp_path / "script.py", str(free_port())
     script.write_text(SCRIPT)

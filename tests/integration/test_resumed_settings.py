@@ -106,6 +106,15 @@ def refused_keys(before: Any, now: Any, folder: Path, *callbacks: str) -> set[st
     return set()
 
 
+def test_ranks_on_a_cpu_compute_with_one_thread(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    training.start_ranks(load_config(TASKS[Task.diffusion], FULL[8:9]))
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(before)
+
+
 def test_a_key_that_is_not_named_has_no_effect_unless_it_is_refused():
     for key in schema_keys(Config):
         effect_of(key)

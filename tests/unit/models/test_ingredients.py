@@ -15,7 +15,8 @@ from diffusion.config.schema import Config
 from diffusion.config.training import Device
 from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError
-from diffusion.models.build import load_weights
+from diffusion.loading import used_weights
+from diffusion.models.build import build_model, load_weights
 from diffusion.models.ingredients import Ingredient
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.planning.memory import parameter_counts
@@ -38,6 +39,19 @@ class Brightness(Ingredient):
 
     def loss(self, outputs):
         return {"brightness": 0.1 * outputs.values["brightness"].mean()}
+
+
+class Darkness(Brightness):
+    """The same in training only."""
+
+    part = "darkness"
+    serves_training_only = True
+
+    def after(self, call, noised):
+        return {"darkness": super().after(call, noised)["brightness"]}
+
+    def loss(self, outputs):
+        return {"darkness": -outputs.values["darkness"].mean()}
 
 
 def build(*ingredients: Plugin) -> tuple[Config, LatentDiffusion]:
@@ -87,6 +101,27 @@ def test_one_with_weights_and_a_term_is_trained_stored_and_planned():
     assert model.eval_forward(batch()).values == {}
     load_weights(model, plain.state_dict(), "a phase without it")
     assert parameter_counts(config).trained == parameter_counts(plain_config).trained + 5
+
+
+def test_one_that_serves_training_only_is_left_out_of_models_for_sampling():
+    config, model = build(*(Plugin(path=f"{__name__}.{name}") for name in ("Brightness", "Darkness")))
+    sampling = build_model(config.model, config.objective, resolution=64, seed=1, for_training=False)
+    weights = model.state_dict()
+    load_weights(sampling, used_weights(weights, config.model, sampling), "it")
+    assert weights.keys() - sampling.state_dict().keys() == {"darkness.weight", "darkness.bias"}
+    assert used_weights(weights, config.model, model).keys() == weights.keys()
+
+
+def test_names_of_parts_and_terms_are_unique(monkeypatch):
+    monkeypatch.setattr(Darkness, "part", "brightness")
+    paths = [f"{__name__}.{name}" for name in ("Brightness", "Darkness")]
+    with pytest.raises(ConfigurationError, match=r"called 'brightness'.*Darkness"):
+        build(*(Plugin(path=path) for path in paths))
+    monkeypatch.setattr(Darkness, "part", "darkness")
+    monkeypatch.setattr(Darkness, "loss", lambda self, outputs: {"brightness": outputs.prediction.mean()})
+    _, model = build(*(Plugin(path=path) for path in paths))
+    with pytest.raises(ValueError, match="two terms of the loss are called brightness"):
+        model.loss(model(batch()), batch())
 
 
 def test_wrong_paths_are_found_before_the_start():
