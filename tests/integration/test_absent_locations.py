@@ -31,7 +31,8 @@ def weights_of(task: Task) -> list[str]:
 
 def named(task: Task, *overrides: str) -> tuple[str, dict[str, str]]:
     """Return what a dry run says, and the doctor's problems by key."""
-    command, said = [BASES[task], *DATA, "data.representation=images", *overrides], list[str]()
+    images = ["data.representation=images", "autoencoder.perceptual_weight=1"]
+    command, said = [BASES[task], *DATA, *images, *overrides], list[str]()
     began = time.monotonic()
     train_command([*command, "--dry-run"], say=said.append)
     problems = {verdict.check: verdict.what for verdict in check_initial_weights(load_config(BASES[task], command[1:]))}

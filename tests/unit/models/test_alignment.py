@@ -22,6 +22,7 @@ from diffusion.config.model import (
 from diffusion.config.training import Device
 from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError
+from diffusion.loading import used_weights
 from diffusion.models import build_model, fast
 from diffusion.models.build import load_weights
 from diffusion.models.ingredients.alignment import load_image_encoder
@@ -160,10 +161,12 @@ def test_neither_microbatches_nor_recomputation_nor_compilation_matter(folder):
 
 
 def test_validation_and_later_phases_do_without(folder):
-    model, plain = build(config_of(folder)), build(config_of(None))
+    config = config_of(folder)
+    model, plain = build(config), build(config_of(None))
     assert model.eval_forward(batch()).values == {}
     assert torch.equal(model.eval_forward(batch()).prediction, plain.eval_forward(batch()).prediction)
-    load_weights(plain, model.state_dict(), "phase 1")  # The next phase leaves the projection.
+    weights = used_weights(model.state_dict(), config, plain)  # The next phase leaves the projection.
+    load_weights(plain, weights, "phase 1")
     projection = model.get_submodule("alignment")
     before = {name: value.clone() for name, value in projection.state_dict().items()}
     load_weights(model, plain.state_dict(), "phase 1")  # Or begins with it.
