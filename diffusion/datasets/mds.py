@@ -55,7 +55,7 @@ class ShardFile(NamedTuple):
         name = str(entry["basename"])
         if name.startswith("/") or ".." in name.split("/"):
             raise ValueError(f"{name} is not below the folder")
-        return cls(name, int(entry["bytes"]), entry["hashes"])
+        return cls(name, int(entry["bytes"]), entry.get("hashes") or {})
 
     @property
     def entry(self) -> dict[str, Any]:
@@ -158,8 +158,8 @@ class Shard(NamedTuple):
         if (entry["version"], entry["format"]) != (2, "mds"):
             raise ValueError(f"a shard has format {entry['format']}, version {entry['version']}, not mds, version 2")
         columns = (tuple(entry[f"column_{what}"]) for what in ("names", "encodings", "sizes"))
-        others = entry["compression"], tuple(entry.get("hashes", ())), entry.get("size_limit")
-        packed = entry["zip_data"] and ShardFile.of(entry["zip_data"])
+        others = entry.get("compression"), tuple(entry.get("hashes") or ()), entry.get("size_limit")
+        packed = ShardFile.of(entry["zip_data"]) if entry.get("zip_data") else None
         return cls(int(entry["samples"]), ShardFile.of(entry["raw_data"]), packed, _shared_format(*columns, *others))
 
     @property

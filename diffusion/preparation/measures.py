@@ -28,7 +28,9 @@ _COLOUR_TOLERANCE = _GREY_LEVEL
 
 _SCAN, _END, _SEQUENTIAL, _PROGRESSIVE = b"\xda", b"\xd9", (b"\xc0", b"\xc1"), b"\xc2"
 _HUFFMAN = b"\xc4"
-_HOLE_BYTES = 64
+_HOLE_BYTES = 512
+"""Bytes of a sector of a disk; smooth gradients make some hundred zeros."""
+
 _FLAT = range(0, 0xF0, 0x10)
 """Values that end a block, or several of a progressive JPEG, or say that the level stays."""
 
@@ -74,8 +76,11 @@ def jpeg_scans(data: bytes) -> int:
 def _jpeg_segments(data: bytes) -> Iterator[tuple[bytes, bytes, range]]:
     """Yield marker, content, and range of the scan data behind it, of the segments of a JPEG file's first image."""
     position = 2 if data[:2] == b"\xff\xd8" else len(data)
-    while data[position : position + 1] == b"\xff" and (marker := data[position + 1 : position + 2]) not in (b"", _END):
-        if marker == b"\xff":  # fill byte
+    while (position := data.find(b"\xff", position)) >= 0:  # Decoders skip other bytes between segments.
+        marker = data[position + 1 : position + 2]
+        if marker in (b"", _END):
+            return
+        if marker in (b"\xff", b"\0"):
             position += 1
             continue
         end = position + 2 + int.from_bytes(data[position + 2 : position + 4], "big")
@@ -88,9 +93,9 @@ def _jpeg_segments(data: bytes) -> Iterator[tuple[bytes, bytes, range]]:
 def is_truncated(data: bytes, rgb: Image.Image, max_pixels: int) -> bool:
     """Check that a file is a JPEG of which a part was lost, though its decoder says nothing.
 
-    It has no end-of-image marker after its last scan, a progressive one lacks scans, zeros stand in a scan where they
-    mean anything but a flat area (as a copy over a failing disk leaves them), or its decoder still wants data before
-    that marker: where a corner has the grey of missing data, more data change the image.
+    It has no end marker after the last scan of its first image, a progressive one lacks scans, zeros stand in a scan
+    where they mean anything but a flat area (as a copy over a failing disk leaves them), or its decoder still wants
+    data before that marker: where a corner has the grey of missing data, more data change the image.
 
     Args:
         data: the whole file.
@@ -99,13 +104,15 @@ def is_truncated(data: bytes, rgb: Image.Image, max_pixels: int) -> bool:
     """
     if data[:3] != b"\xff\xd8\xff":
         return False
-    if data.rfind(b"\xff" + _END) < data.rfind(b"\xff" + _SCAN) or _lacks_scans(data) or _has_hole(data):
+    scans = [scan for marker, _, scan in _jpeg_segments(data) if marker == _SCAN]
+    if not scans:  # Decoders find none, either.
+        return False
+    end = data.find(b"\xff" + _END, scans[-1].stop)
+    if end < 0 or _lacks_scans(data) or _has_hole(data):
         return True
     right, bottom = rgb.width - 1, rgb.height - 1
     if not any(rgb.getpixel(corner) == _GREY for corner in ((0, 0), (right, 0), (0, bottom), (right, bottom))):
         return False
-    start = next(scan.start for marker, _, scan in _jpeg_segments(data) if marker == _SCAN)
-    end = data.find(b"\xff" + _END, start)
     longer = decode_reduced(data[:end] + _MORE_DATA + data[end:], REDUCED_SIDE, max_pixels).image
     return longer.tobytes() != rgb.tobytes()
 
@@ -138,7 +145,9 @@ def _has_hole(data: bytes) -> bool:
         while marker == _HUFFMAN and len(segment) > 17:
             values[segment[0]] = segment[17]
             segment = segment[17 + sum(segment[1:17]) :]
-        if marker == _SCAN and len(segment) > 3 and data.find(bytes(_HOLE_BYTES), scan.start, scan.stop) >= 0:
+        # Zeros before the next marker are padding.
+        hole = bytes(_HOLE_BYTES)
+        if marker == _SCAN and len(segment) > 3 and hole in data[scan.start : scan.stop].rstrip(b"\0"):
             first, last, bits = segment[-3:]
             tables = [table >> 4 for table in segment[2:-3:2] if first == 0]
             tables += [16 | table & 15 for table in segment[2:-3:2] if last > 0]

@@ -6,6 +6,7 @@ Encoded data: `positions/<split>/<bucket>/SHARD.parquet` has the hash of the key
 
 import json
 import re
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -30,6 +31,9 @@ POSITIONS_SCHEMA = pa.schema(
 )
 """Columns of `positions/TASK.parquet`, a row per sample in the order of writing. The file's `entries` are a JSON list
 of {split, bucket, entry}: the index entries of the task's shards in order."""
+
+_MAKING = threading.Lock()
+"""Held while a shard, which may be large, is in memory."""
 
 TaskShard = tuple[str, Shard]
 """`<split>/<bucket>`, and a shard in it."""
@@ -86,6 +90,9 @@ def read_key_hashes(dataset: str, folder: str, shard: Shard) -> Any:
         return read_table(uri)["key_hash"]
     except MissingFileError:
         decode = SampleDecoder(shard.format, ["key"])
-        samples = read_shard(storage.join(dataset, folder), shard)
-        write_keys(dataset, folder, shard, [decode(sample)["key"] for sample in samples])
+        with _MAKING:
+            samples = read_shard(storage.join(dataset, folder), shard)
+            keys = [decode(sample)["key"] for sample in samples]
+            del samples
+        write_keys(dataset, folder, shard, keys)
         return read_table(uri)["key_hash"]

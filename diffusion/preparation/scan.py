@@ -47,7 +47,7 @@ from diffusion.preparation.measures import (
     perceptual_hash,
     sharpness,
 )
-from diffusion.preparation.metadata import as_pattern, hash_key, key_hash, literal, removed_row
+from diffusion.preparation.metadata import MEMORY, as_pattern, hash_key, key_hash, literal, removed_row
 from diffusion.preparation.output import clear, clear_folders
 from diffusion.preparation.packing import Packs
 from diffusion.preparation.records import (
@@ -348,7 +348,7 @@ def _pack_known(config: PrepareConfig, scan: Scan) -> None:
         with (
             _local_copies(config.out, [*(one.name for one in taken), *new], config.scratch) as patterns,
             tempfile.TemporaryDirectory(dir=config.scratch) as folder,
-            duckdb.connect() as database,
+            duckdb.connect(config={"memory_limit": MEMORY, "temp_directory": f"{folder}/spill"}) as database,
         ):
             path = Path(folder) / "files.parquet"
             removed = literal(Reason.REMOVED.value)
@@ -357,7 +357,11 @@ def _pack_known(config: PrepareConfig, scan: Scan) -> None:
                 FROM read_parquet(?, hive_partitioning = false) GROUP BY file ORDER BY file
                 ) TO {literal(str(path))} (FORMAT parquet, COMPRESSION zstd)"""
             database.execute(query, [patterns])
-            storage.write(storage.join(config.out, pack.name), path.read_bytes())
+            target = storage.join(config.out, pack.name)
+            if storage.is_url(target):
+                storage.upload(path, target)
+            else:
+                storage.write(target, path.read_bytes())
         packs.add(pack)
 
 
@@ -371,7 +375,8 @@ def _local_copies(folder: str, names: Sequence[str], scratch: str | None) -> Ite
 
 _CHANGED = """
 WITH new AS (FROM read_parquet(?, hive_partitioning = false)),
-old AS (FROM read_parquet(?, hive_partitioning = false) SEMI JOIN (SELECT DISTINCT file FROM new) USING (file))
+old AS (FROM read_parquet(?, hive_partitioning = false) SEMI JOIN (SELECT DISTINCT file FROM new) USING (file)
+    ANTI JOIN (SELECT key_hash FROM new WHERE reason = 'removed') USING (key_hash))
 SELECT key FROM (SELECT * FROM new WHERE reason <> 'removed') new
 FULL JOIN (SELECT * FROM old WHERE reason <> 'removed' AND version <> '') old USING (key)
 WHERE new.reason IS NULL OR old.reason IS NULL OR row(new.xxh128, new.captions, new.metadata, new.reason)

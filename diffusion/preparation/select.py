@@ -41,12 +41,14 @@ from diffusion.preparation.layout import (
     SELECTION,
     TRAIN,
     VALIDATION,
+    local_copies,
     part_name,
     read_scores_record,
 )
 from diffusion.preparation.metadata import (
     MetadataDatabase,
     add_table,
+    as_pattern,
     fetch_arrays,
     groups,
     identifier,
@@ -55,7 +57,7 @@ from diffusion.preparation.metadata import (
 )
 from diffusion.preparation.packing import Packs
 from diffusion.preparation.records import NothingKeptError, Reason
-from diffusion.preparation.removed import MAX_DISTANCE, Removed
+from diffusion.preparation.removed import Removed
 from diffusion.storage import MissingFileError
 
 if TYPE_CHECKING:
@@ -366,16 +368,22 @@ def _load_images(
     def is_validation(key_hash: pa.Array) -> pa.Array:
         return pa.array(splitmix64(key_hash.to_numpy(), config.seed, "validation") < np.uint64(limit))
 
-    for name, function, kind in (("_order", order, "UBIGINT"), ("_is_validation", is_validation, "BOOLEAN")):
+    removed = Removed.read(out)
+
+    def is_like(phash: pa.Array) -> pa.Array:
+        return pa.array(removed.is_like(phash.to_numpy()))
+
+    for function, kind in ((order, "UBIGINT"), (is_validation, "BOOLEAN"), (is_like, "BOOLEAN")):
+        name = f"_{function.__name__}"
         connection.create_function(name, function, ["UBIGINT"], kind, type="arrow")  # pyright: ignore
     columns = """part, row_number, width, height, bytes, phash, ('0x' || xxh128[:16])::UBIGINT AS high,
         ('0x' || xxh128[17:])::UBIGINT AS low, _order(key_hash) AS "order", _is_validation(key_hash) AS is_validation"""
 
     reason = conditions.reason
-    if removed := Removed.read(out):
+    if removed:
         add_table(connection, "removed", pa.table({"hash": sorted(removed)}))
-        looks = " OR ".join(f"bit_count(xor(phash, {look}::UBIGINT)) <= {MAX_DISTANCE}" for look in removed.looks)
-        is_copy = f"xxh128 IN (SELECT hash FROM removed) OR {looks or 'false'}"
+        is_like = "phash IS NOT NULL AND _is_like(coalesce(phash, 0))" if len(removed.looks) else "false"
+        is_copy = f"xxh128 IN (SELECT hash FROM removed) OR {is_like}"
         reason = f"CASE WHEN {is_copy} THEN '{Reason.REMOVED.value}' ELSE {reason} END"
 
     def insert(some: Sequence[int]) -> str:
@@ -390,9 +398,9 @@ def _load_images(
         return
     packs = Packs(out, "hashes", [one.identity for one in earlier])
     for pack in packs.packs:
-        with storage.open_file(storage.join(out, pack.name)) as file:
-            add_table(connection, "packed", pq.read_table(file))
-        connection.execute("INSERT INTO images SELECT *, NULL, '', true FROM packed").fetchall()
+        path = literal(as_pattern(str(local_copies(out, [pack.name], database.folder) / pack.name)))
+        packed = f"SELECT *, NULL, '', true FROM read_parquet({path}, hive_partitioning = false)"
+        connection.execute(f"INSERT INTO images {packed}").fetchall()
     for one in earlier[packs.stop :]:
         with storage.open_file(_uri(out, f"{one.generation}-kept.parquet")) as file:
             add_table(connection, "kept", pq.read_table(file, columns=["part", "row"]))

@@ -69,7 +69,7 @@ from diffusion.preparation.positions import (
     write_key_hashes,
 )
 from diffusion.preparation.records import Reason
-from diffusion.preparation.removed import Removed, add_removed, read_marks
+from diffusion.preparation.removed import MAX_DISTANCE, Removed, add_removed, read_marks
 from diffusion.preparation.scan import Scan
 from diffusion.preparation.select import read_selections
 from diffusion.preparation.sources.folder import key_of_item
@@ -115,7 +115,7 @@ def reject_scanned(dataset: str, keys: Collection[str]) -> None:
     If there are some, what was selected and written is removed.
     """
     rows = _find_keys(dataset, set(keys))
-    add_removed(dataset, [*map(hash_key, keys), *_hashes_of(rows, near=False)])
+    add_removed(dataset, [*map(hash_key, keys), *_hashes_of(rows)])
     if rows:
         clear_result(dataset)
         _reject_rows(dataset, rows, erase=True)
@@ -148,13 +148,15 @@ def take_down(
     kinds = {uri: _kind_of(uri) for uri in (dataset, *derived)}
     requested, found, copied, num_rewritten = set(keys), set[str](), set[str](), 0
     hashes = Removed(map(hash_key, requested))
+    work: list[tuple[_Prepared, _Rows] | tuple[_Encoded, None]] = []
     with ExitStack() as claims:
-        for uri, kind in kinds.items():
+        for uri, kind in kinds.items():  # All, before anything is written.
             claims.enter_context(claim(uri, kind))
+        for uri, kind in kinds.items():
             hashes = add_removed(uri, hashes)  # Each data set rejects what the ones before it reject.
             if kind == PreparedManifest.KIND:
                 data, rows = _Prepared(uri), _find_keys(uri, requested, marked=erase)
-                hashes = add_removed(uri, _hashes_of(rows, near=near))
+                hashes = add_removed(uri, _hashes_of(rows, like=requested if near else ()))
                 copy_rows = _find_copies(uri, hashes, rows)
                 samples, copy_samples = data.find(rows), data.find(copy_rows)
                 copied = {sample.key for sample in copy_samples}
@@ -165,15 +167,21 @@ def take_down(
                         part: rows.get(part, {}) | copy_rows.get(part, {}) for part in rows.keys() | copy_rows.keys()
                     }
                     samples += copy_samples
-                _mark(uri, samples)
-                data.reject(rows)  # After the marks: rows that are rejected are no copies that are found again.
-                num_rewritten += data.erase(rows) if erase else 0
+                work.append((data, rows))
             else:
                 data = _Encoded(uri)
                 samples = data.find(requested)
-                _mark(uri, samples)
-                num_rewritten += data.erase() if erase else 0
+                work.append((data, None))
+            _mark(uri, samples)
             found |= {sample.key for sample in samples}
+        # Prepared data at the end: copies are found again by rows that are not rejected yet.
+        for data, rows in reversed(work):
+            if isinstance(data, _Prepared):
+                assert rows is not None
+                data.reject(rows)
+                num_rewritten += data.erase(rows) if erase else 0
+            else:
+                num_rewritten += data.erase() if erase else 0
     absent = sorted(requested - found)
     if absent:
         logger.warning(
@@ -224,10 +232,10 @@ class _Prepared:
         }
 
     def reject(self, rows: _Rows) -> None:
-        """Reject rows of the metadata; a growth that has selected some is begun again."""
+        """Reject rows of the metadata; a growth that has selected images, copies of them maybe, is begun again."""
         partitions = storage.read_json(storage.join(self._uri, SCAN))["partitions"]
         generations = {one["number"]: one["generation"] for one in partitions}
-        if any(generations[part] >= len(self._selections) for part in rows):
+        if rows and max(generations.values()) >= len(self._selections):
             logger.info("%s: what was written of an unfinished growth is removed", storage.shown(self._uri))
             later = range(len(self._selections), max(generations.values()) + 1)
             storage.delete(storage.join(self._uri, SELECTION, f"{generation}.json") for generation in later)
@@ -339,9 +347,10 @@ def _find_rows(dataset: str, columns: Sequence[str], matches: Callable[[pa.Table
     return {int(Path(name).stem): rows for name, rows in parts if rows}
 
 
-def _hashes_of(rows: _Rows, *, near: bool) -> set[str]:
-    """Return the hashes of the bytes of images, and of their looks."""
-    looks = {f"{row['phash']:016x}" for row in _listed(rows) if near and row["phash"] is not None}
+def _hashes_of(rows: _Rows, *, like: Collection[str] = ()) -> set[str]:
+    """Return the hashes of the bytes of images, and of the looks of those with some keys; a flat image has no look."""
+    phashes = [row["phash"] for row in _listed(rows) if row["key"] in like and row["phash"] is not None]
+    looks = {f"{phash:016x}" for phash in phashes if phash.bit_count() > MAX_DISTANCE}
     return looks | {row["xxh128"] for row in _listed(rows) if row["xxh128"]}
 
 

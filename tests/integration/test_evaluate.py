@@ -41,7 +41,7 @@ def all_protocols(root, models):
     return [
         f"protocol.prompts.path={root / 'DrawBench.csv'}",
         "protocol.metrics=[fid, kid, clip_fid, cmmd, clip_score, hpsv3]",
-        "protocol.compositional={images_per_prompt: 1}",
+        "protocol.compositional={suite: demo.shape_checks.shapes, images_per_prompt: 1}",
         f"protocol.dpg={{path: {root / 'dpg_bench.csv'}, images_per_prompt: 2}}",
         f"protocol.geneval2.path={root / 'geneval2_data.jsonl'}",
         *(f"protocol.networks.{name}={models / name}" for name in ("vqa", "hpsv3")),

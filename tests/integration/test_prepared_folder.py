@@ -106,7 +106,7 @@ def killed(moment, source, out, options):
 
     def work():
         storage.write = kill_before(moment, storage.write, 0)
-        select._write_parquet = kill_before(moment, select._write_parquet, 2)
+        select._write_parquet = kill_before(moment, select._write_parquet, 3)
         prepare([source], out, **options)
 
     process = multiprocessing.get_context("fork").Process(target=work)

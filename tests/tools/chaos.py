@@ -46,7 +46,6 @@ from verification.runs import (
     Recipe,
     VerificationError,
     compare,
-    environment,
     format_table,
     make_data,
     plugin,
@@ -324,7 +323,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         address = arguments.server
         if address is None:
-            server = ForkingServer(environment=environment(NUM_RANKS))
+            server = ForkingServer(environment={**os.environ, "PYTHONWARNINGS": "ignore"})
             stack.callback(server.close)
             server.await_start()
             address = server.address
@@ -341,7 +340,7 @@ def main() -> None:
 def compare_runs(recipe: Recipe, faults: Sequence[Fault], data: Path) -> None:
     """Run undisturbed and disturbed, and print the faults and the comparison; SystemExit if the runs differ."""
     spec, out = RunSpec(world_size=NUM_RANKS, workers=1, buckets="several"), recipe.root
-    folders, settings = [f"data.local={data / 'latents/train'}"], environment(NUM_RANKS)
+    folders, settings = [f"data.local={data / 'latents/train'}"], {**os.environ, "PYTHONWARNINGS": "ignore"}
     with (out / "undisturbed.txt").open("wb") as file:
         command = recipe.command(spec, out / "undisturbed", NUM_RANKS, folders)
         subprocess.run(command, stdout=file, stderr=file, env=settings, check=True)
@@ -352,7 +351,8 @@ def compare_runs(recipe: Recipe, faults: Sequence[Fault], data: Path) -> None:
         os.environ.update(store.environment)
         for path in (path for path in (data / "latents").rglob("*") if path.is_file()):
             storage.upload(path, f"s3://chaos/{path.relative_to(data / 'latents').as_posix()}")
-        folders, settings = ["data.remote=s3://chaos/train", f"data.local={out / 'cache'}"], environment(NUM_RANKS)
+        folders = ["data.remote=s3://chaos/train", f"data.local={out / 'cache'}"]
+        settings |= store.environment
     scene = Scene(run=out / "disturbed", poison=out / "poison", cache=out / "cache", store=store)
     poison = plugin("tests.tools.chaos.PoisonBatch", request=f"'{scene.poison}'")
     release, last = out / "release", faults[-1].step + GAP

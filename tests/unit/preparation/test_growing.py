@@ -276,6 +276,17 @@ def test_a_removed_image_may_be_gone(tmp_path, erase):
     assert prepare([source], out, **OPTIONS).kept == 8
 
 
+def test_a_table_that_was_touched_after_a_copy_was_taken_down(tmp_path):
+    images = [noise(40, 40, i % 4) for i in range(5)]  # The last one is a copy of the first.
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.table({"image": images, "caption": ["x"] * 5}), path)
+    assert prepare([path], tmp_path / "out", edges=[16]).kept == 5
+    (key, *_) = [one["key"] for one in read_samples(tmp_path / "out")["train/16-up"] if one["key"].endswith("#0")]
+    take_down(str(tmp_path / "out"), {key})
+    os.utime(path, ns=(0, 0))
+    assert prepare([path], tmp_path / "out", edges=[16]).kept == 5
+
+
 def test_a_rejected_image_that_is_mended(tmp_path):
     source, out = tmp_path / "set", tmp_path / "out"
     write_folder(source, 4)

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -147,10 +148,15 @@ def test_truncated_jpegs_are_rejected(folder, out):
     holes = [one[:2000] + bytes(512) + one[2512:] for one in (whole, noise(200, 160, 1, "JPEG", optimize=True))]
     white = encode(Image.new("RGB", (640, 640), "white"), "JPEG", optimize=True)
     assert bytes(64) in white
+    flat = encode(Image.new("RGB", (64, 64), (128,) * 3), "JPEG")
+    assert flat[:4] == b"\xff\xd8\xff\xe0" and flat[4:6] == b"\0\x10"  # Its first segment ends at byte 20.
+    row = np.linspace(255, 0, 2048).astype(np.uint8)
+    gradient = Image.fromarray(np.broadcast_to(row[None, :, None], (256, 2048, 3)).copy())
     for number, content in enumerate((
         half + b"\xff\xd9", half + bytes(len(half)), sideways[: len(sideways) // 2] + b"\xff\xd9",
         gradual[: len(gradual) // 2] + b"\xff\xd9", *holes, whole[:-1500] + whole[-2:],
-        white, grey_gradual + b"<html>" + bytes(99),
+        white, grey_gradual + b"<html>" + bytes(99), flat[:20] + b"\0" + flat[20:], whole + b"\xff\xda" + whole[20:900],
+        whole[:-2] + bytes(999) + whole[-2:], encode(gradient, "JPEG", quality=75, subsampling=0, optimize=True),
         encode(Image.new("RGB", (64, 64), (128,) * 3), "JPEG"), encode(backdrop, "JPEG"), encode(asymmetric, "JPEG"),
     )):  # fmt: skip
         (folder / f"{number:04}.png").write_bytes(content)
