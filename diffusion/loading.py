@@ -235,7 +235,7 @@ def absent_weights(config: Config) -> dict[str, str]:
     Nothing is downloaded, and a store is asked once. A run that has begun does not read its initial weights again.
     """
     absent, unread = {}, set[str]()
-    if has_begun(config):
+    if _has_begun(config):
         unread.add("init_from.checkpoint")
     if config.autoencoder.perceptual_weight == 0:
         unread.add("autoencoder.vgg_weights")
@@ -257,7 +257,7 @@ def absent_weights(config: Config) -> dict[str, str]:
     return absent
 
 
-def has_begun(config: Config) -> bool:
+def _has_begun(config: Config) -> bool:
     """Return whether a run has started before, on this machine or with checkpoints in a store."""
     if (Path(config.output_folder).expanduser() / STARTS).is_file():
         return True

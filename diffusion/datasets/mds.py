@@ -585,7 +585,7 @@ def delete_unnamed(
     Args:
         uri: the data set, a path or an s3:// URI.
         named: names of the files of each `<split>/<bucket>`, the index among them.
-        is_spared: tells by its name which shard stays although no index names it.
+        is_spared: whether a shard of a name stays although no index names it.
     """
 
     def is_left(name: str) -> bool:

@@ -21,7 +21,7 @@ SCORES_RECORD = "scores.json"
 """File of a data set: what determines each column below `scores`. Columns of other tools are not in it."""
 
 REMOVED = "removed.json"
-"""File of a data set: hashes of keys, bytes and looks of removed images (`preparation/removed.py`)."""
+"""File of a data set: hashes of removed images (`preparation/removed.py`)."""
 
 REPORT_PAGE, REPORT_NUMBERS = "report.html", "report.json"
 

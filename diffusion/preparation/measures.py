@@ -73,8 +73,8 @@ def jpeg_scans(data: bytes) -> int:
     return scans
 
 
-def _jpeg_segments(data: bytes) -> Iterator[tuple[bytes, bytes, range]]:
-    """Yield marker, content, and range of the scan data behind it, of the segments of a JPEG file's first image."""
+def _jpeg_segments(data: bytes) -> Iterator[tuple[bytes, bytes, int]]:
+    """Yield marker, content and end of the segments of a JPEG file's first image."""
     position = 2 if data[:2] == b"\xff\xd8" else len(data)
     while (position := data.find(b"\xff", position)) >= 0:  # Decoders skip other bytes between segments.
         marker = data[position + 1 : position + 2]
@@ -84,16 +84,19 @@ def _jpeg_segments(data: bytes) -> Iterator[tuple[bytes, bytes, range]]:
             position += 1
             continue
         end = position + 2 + int.from_bytes(data[position + 2 : position + 4], "big")
-        content = data[position + 4 : end]
-        found = _MARKER.search(data, end) if marker == _SCAN else None
-        position = found.start() if found else len(data) if marker == _SCAN else end
-        yield marker, content, range(end, position)
+        yield marker, data[position + 4 : end], end
+        position = _end_of_scan(data, end) if marker == _SCAN else end
+
+
+def _end_of_scan(data: bytes, start: int) -> int:
+    found = _MARKER.search(data, start)
+    return found.start() if found else len(data)
 
 
 def is_truncated(data: bytes, rgb: Image.Image, max_pixels: int) -> bool:
     """Check that a file is a JPEG of which a part was lost, though its decoder says nothing.
 
-    It has no end marker after the last scan of its first image, a progressive one lacks scans, zeros stand in a scan
+    It has no end marker after its first scan, a progressive one lacks scans, zeros stand in a scan
     where they mean anything but a flat area (as a copy over a failing disk leaves them), or its decoder still wants
     data before that marker: where a corner has the grey of missing data, more data change the image.
 
@@ -104,10 +107,10 @@ def is_truncated(data: bytes, rgb: Image.Image, max_pixels: int) -> bool:
     """
     if data[:3] != b"\xff\xd8\xff":
         return False
-    scans = [scan for marker, _, scan in _jpeg_segments(data) if marker == _SCAN]
-    if not scans:  # Decoders find none, either.
+    start = next((end for marker, _, end in _jpeg_segments(data) if marker == _SCAN), None)
+    if start is None:  # Decoders find no scan, either.
         return False
-    end = data.find(b"\xff" + _END, scans[-1].stop)
+    end = data.find(b"\xff" + _END, start)
     if end < 0 or _lacks_scans(data) or _has_hole(data):
         return True
     right, bottom = rgb.width - 1, rgb.height - 1
@@ -141,13 +144,14 @@ def _has_hole(data: bytes) -> bool:
     if bytes(_HOLE_BYTES) not in data:
         return False
     values = dict[int, int]()
-    for marker, segment, scan in _jpeg_segments(data):
+    for marker, segment, start in _jpeg_segments(data):
         while marker == _HUFFMAN and len(segment) > 17:
             values[segment[0]] = segment[17]
             segment = segment[17 + sum(segment[1:17]) :]
-        # Zeros before the next marker are padding.
-        hole = bytes(_HOLE_BYTES)
-        if marker == _SCAN and len(segment) > 3 and hole in data[scan.start : scan.stop].rstrip(b"\0"):
+        if marker != _SCAN or len(segment) <= 3:
+            continue
+        scan = data[start : _end_of_scan(data, start)].rstrip(b"\0")  # Zeros before the next marker are padding.
+        if bytes(_HOLE_BYTES) in scan:
             first, last, bits = segment[-3:]
             tables = [table >> 4 for table in segment[2:-3:2] if first == 0]
             tables += [16 | table & 15 for table in segment[2:-3:2] if last > 0]

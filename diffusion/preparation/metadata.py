@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from diffusion.preparation.scan import Scan
 
 
-def hash_key(key: str) -> str:
+def removal_hash(key: str) -> str:
     """Return the hash of a key as `removed.json` holds it: xxh3_128, in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(key.encode())
 
@@ -108,8 +108,9 @@ class MetadataDatabase:
         return self._read(METADATA, parts)
 
     def _read(self, folder: str, parts: Sequence[int]) -> str:
-        names = [storage.join(folder, part_name(part)) for part in parts]
-        local_copies(self.out, [name for name in names if not (self.folder / name).exists()], self.folder)
+        if storage.is_url(self.out):
+            names = [storage.join(folder, part_name(part)) for part in parts]
+            local_copies(self.out, [name for name in names if not (self.folder / name).exists()], self.folder)
         return _read_parquet(self.folder / folder, parts)
 
     def images(self, parts: Sequence[int], keys: Sequence[str] = (), types: Mapping[str, str] | None = None) -> str:

@@ -1,7 +1,7 @@
 """Removed images: hashes by which later scans and selections reject them and their copies, and their positions.
 
-`removed.json` is a sorted list of hashes: of keys (`hash_key`) and of the bytes of images (xxh3_128), 32 hexadecimal
-digits each, and of looks (the perceptual hash), 16 digits each.
+`removed.json` is a sorted list of hashes in hexadecimal: of keys (`removal_hash`) and of the bytes of images
+(xxh3_128), 32 digits each, and perceptual hashes, 16 digits each.
 """
 
 import json
@@ -58,22 +58,22 @@ class Removed(frozenset[str]):
         return cls(storage.read_json(uri) if storage.exists(uri) else ())
 
     @cached_property
-    def looks(self) -> NDArray[np.uint64]:
+    def phashes(self) -> NDArray[np.uint64]:
         """Perceptual hashes: uint64 [N]."""
         return np.array([int(one, 16) for one in sorted(self) if len(one) == 16], np.uint64)
 
     def has_copy(self, row: Mapping[str, Any]) -> bool:
-        """Check whether an image, by its row of the metadata, has the bytes or the look of a removed one."""
+        """Check whether an image, by its row of the metadata, has the bytes of a removed one or is like it."""
         if row.get("xxh128") in self:
             return True
         phash = row.get("phash")
-        return phash is not None and bool((np.bitwise_count(self.looks ^ np.uint64(phash)) <= MAX_DISTANCE).any())
+        return phash is not None and bool((np.bitwise_count(self.phashes ^ np.uint64(phash)) <= MAX_DISTANCE).any())
 
     def is_like(self, phash: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Check which perceptual hashes are near to that of a removed image: uint64 [N] -> bool [N]."""
         found = np.zeros(len(phash), bool)
-        for look in self.looks:
-            found |= np.bitwise_count(phash ^ look) <= MAX_DISTANCE
+        for removed in self.phashes:
+            found |= np.bitwise_count(phash ^ removed) <= MAX_DISTANCE
         return found
 
 

@@ -47,7 +47,7 @@ from diffusion.preparation.measures import (
     perceptual_hash,
     sharpness,
 )
-from diffusion.preparation.metadata import MEMORY, as_pattern, hash_key, key_hash, literal, removed_row
+from diffusion.preparation.metadata import MEMORY, as_pattern, key_hash, literal, removal_hash, removed_row
 from diffusion.preparation.output import clear, clear_folders
 from diffusion.preparation.packing import Packs
 from diffusion.preparation.records import (
@@ -517,7 +517,7 @@ class Scanner:
             "key_hash": key_hash(item.key),
             **vars(item.location),
         }
-        if hash_key(item.key) in self._removed:
+        if removal_hash(item.key) in self._removed:
             return removed_row(row, partition.file)
         reason, detail = (item.reason, item.detail) if isinstance(item, Rejected) else ("", "")
         record = item.record if isinstance(item, Rejected) else item

@@ -382,8 +382,8 @@ def _load_images(
     reason = conditions.reason
     if removed:
         add_table(connection, "removed", pa.table({"hash": sorted(removed)}))
-        has_look = "phash IS NOT NULL AND _is_like(coalesce(phash, 0))" if len(removed.looks) else "false"
-        is_copy = f"xxh128 IN (SELECT hash FROM removed) OR {has_look}"
+        is_near = "phash IS NOT NULL AND _is_like(coalesce(phash, 0))" if len(removed.phashes) else "false"
+        is_copy = f"xxh128 IN (SELECT hash FROM removed) OR {is_near}"
         reason = f"CASE WHEN {is_copy} THEN '{Reason.REMOVED.value}' ELSE {reason} END"
 
     def insert(some: Sequence[int]) -> str:

@@ -59,7 +59,7 @@ from diffusion.preparation.layout import (
     read_table,
     write_table,
 )
-from diffusion.preparation.metadata import hash_key, key_hash, removed_row
+from diffusion.preparation.metadata import key_hash, removal_hash, removed_row
 from diffusion.preparation.output import claim, clear_folders, clear_result
 from diffusion.preparation.positions import (
     read_key_hashes,
@@ -115,7 +115,7 @@ def reject_scanned(dataset: str, keys: Collection[str]) -> None:
     If there are some, what was selected and written is removed.
     """
     rows = _find_keys(dataset, set(keys))
-    add_removed(dataset, [*map(hash_key, keys), *_hashes_of(rows)])
+    add_removed(dataset, [*map(removal_hash, keys), *_hashes_of(rows)])
     if rows:
         clear_result(dataset)
         _reject_rows(dataset, rows, erase=True)
@@ -147,7 +147,7 @@ def take_down(
     """
     kinds = {uri: _kind_of(uri) for uri in (dataset, *derived)}
     requested, found, copied, num_rewritten = set(keys), set[str](), set[str](), 0
-    hashes = Removed(map(hash_key, requested))
+    hashes = Removed(map(removal_hash, requested))
     work: list[tuple[_Prepared, _Rows] | tuple[_Encoded, None]] = []
     with ExitStack() as claims:
         for uri, kind in kinds.items():  # All, before anything is written.
@@ -162,7 +162,7 @@ def take_down(
                 copied = {sample.key for sample in copy_samples}
                 if copies:
                     requested |= copied
-                    hashes = add_removed(uri, [hash_key(row["key"]) for row in _listed(copy_rows)])
+                    hashes = add_removed(uri, [removal_hash(row["key"]) for row in _listed(copy_rows)])
                     rows = {
                         part: rows.get(part, {}) | copy_rows.get(part, {}) for part in rows.keys() | copy_rows.keys()
                     }
@@ -348,10 +348,10 @@ def _find_rows(dataset: str, columns: Sequence[str], matches: Callable[[pa.Table
 
 
 def _hashes_of(rows: _Rows, *, like: Collection[str] = ()) -> set[str]:
-    """Return the hashes of the bytes of images, and of the looks of those with some keys; a flat image has no look."""
+    """Return hashes of the bytes of images, and perceptual hashes of those with some keys; flat images have none."""
     phashes = [row["phash"] for row in _listed(rows) if row["key"] in like and row["phash"] is not None]
-    looks = {f"{phash:016x}" for phash in phashes if phash.bit_count() > MAX_DISTANCE}
-    return looks | {row["xxh128"] for row in _listed(rows) if row["xxh128"]}
+    found = {f"{phash:016x}" for phash in phashes if phash.bit_count() > MAX_DISTANCE}
+    return found | {row["xxh128"] for row in _listed(rows) if row["xxh128"]}
 
 
 def _listed(rows: _Rows) -> list[dict[str, Any]]:
@@ -392,7 +392,7 @@ def _erase_listings(dataset: str) -> None:
             storage.delete([uri])
             continue
         items = read_table(uri)["item"].to_pylist()
-        kept = [item for item in items if hash_key(key_of_item(names[number], item)) not in removed]
+        kept = [item for item in items if removal_hash(key_of_item(names[number], item)) not in removed]
         if len(kept) < len(items):
             write_table(uri, pa.table({"item": pa.array(kept, pa.string())}))
 

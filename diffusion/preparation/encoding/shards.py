@@ -33,7 +33,7 @@ from diffusion.models.tokenizers import num_full
 from diffusion.preparation.encoding.models import Encoded, Encoder, EncodingModels
 from diffusion.preparation.encoding.output import ShardRecord, Target, shard_identity
 from diffusion.preparation.encoding.plan import EncodingSettings, ShardTask
-from diffusion.preparation.metadata import hash_key
+from diffusion.preparation.metadata import removal_hash
 from diffusion.preparation.positions import write_keys
 from diffusion.storage import join, shown
 
@@ -161,7 +161,7 @@ class _DecodedImages(Dataset):
         for i, data in enumerate(piece.samples):
             sample = decode_sample(data)
             captions, image = sample["captions"], None
-            if piece.start + i in task.removed or (self._removed and hash_key(sample["key"]) in self._removed):
+            if piece.start + i in task.removed or (self._removed and removal_hash(sample["key"]) in self._removed):
                 removed.append(i)  # An erased sample has no metadata.
                 captions, found = [""], np.full(len(self._scores), np.nan, np.float32)
             else:

@@ -13,7 +13,7 @@ from diffusion.errors import DataError
 from diffusion.files import write_json
 from diffusion.preparation import takedown
 from diffusion.preparation.config import DuplicatesConfig
-from diffusion.preparation.metadata import hash_key, removed_row
+from diffusion.preparation.metadata import removal_hash, removed_row
 from diffusion.preparation.removed import Removed, add_removed, read_keys
 from diffusion.preparation.takedown import take_down
 from tests.tools.image_files import encode, noise, tree, write_folder
@@ -88,7 +88,7 @@ def test_marks_name_the_samples(data):
     every = read_samples(data.out)
     assert {every[place][i]["key"] for place, indices in marks.items() for i in indices} == asked - {"set/nothing.png"}
     contents = {xxhash.xxh3_128_hexdigest(needles(data, number)[0]) for number in (3, TAKEN)}
-    assert json.loads(Path(data.out, "removed.json").read_text()) == sorted({*map(hash_key, asked), *contents})
+    assert json.loads(Path(data.out, "removed.json").read_text()) == sorted({*map(removal_hash, asked), *contents})
     now = tree(Path(data.out))
     changed = {name.split("/")[0] for name in now if now[name] != before.get(name)}
     assert changed == {"withdrawn.json", "removed.json", "metadata"}
@@ -106,7 +106,7 @@ def test_nothing_of_an_erased_image_is_left(data, number):
         assert expected <= {name.split("/")[0] for name in files_with(data.out, *needles(data, number))}
     take_down(data.out, {data.key(number)}, erase=True)
     assert files_with(data.out, *needles(data, number)) == set()
-    assert hash_key(data.key(number)) in Removed.read(data.out)
+    assert removal_hash(data.key(number)) in Removed.read(data.out)
 
 
 def test_other_samples_stay_as_they_were(data):
@@ -323,7 +323,7 @@ def test_keys_are_read_as_they_are(tmp_path, key):
 
 
 def test_hashes_of_removed_keys_are_added(tmp_path):
-    add_removed(str(tmp_path), map(hash_key, "ab"))
-    assert add_removed(str(tmp_path), map(hash_key, "bc")) == set(map(hash_key, "abc"))
-    assert Removed.read(str(tmp_path)) == {hash_key("a"), hash_key("b"), hash_key("c")}
-    assert hash_key("a") == "a96faf705af16834e6c632b61e964e1f"
+    add_removed(str(tmp_path), map(removal_hash, "ab"))
+    assert add_removed(str(tmp_path), map(removal_hash, "bc")) == set(map(removal_hash, "abc"))
+    assert Removed.read(str(tmp_path)) == {removal_hash("a"), removal_hash("b"), removal_hash("c")}
+    assert removal_hash("a") == "a96faf705af16834e6c632b61e964e1f"

@@ -112,7 +112,7 @@ def test_a_block_of_a_transformer_compiles_in_bf16():
 
 @pytest.mark.slow
 def test_a_block_of_a_deep_transformer_compiles_with_every_tiling():
-    """Of SDXL, whose ResNet block is that of SD2."""
+    """SDXL; its ResNet block is that of SD2."""
     _, (attention, inputs) = blocks(Architecture.stable_diffusion_xl)
     check(lower(attention, inputs, torch.float16), every_tiling=True)
 
