@@ -54,7 +54,7 @@ class LatentDiffusionTraining(LatentDiffusion, ComposerModel):
     def update_metric(self, batch: Any, outputs: Prediction, metric: Metric) -> None:
         """Add the error of each sample of an evaluation batch."""
         assert isinstance(metric, ValidationMean)
-        metric.update(squared_error(outputs), batch, outputs.timesteps)
+        metric.update(squared_error(outputs), batch, outputs.draws.timesteps)
 
 
 class EquivarianceMean(ValidationMean):

@@ -62,7 +62,7 @@ def validation_losses(evaluated: EvaluatedModel, generator: Generator) -> dict[s
             if not error.isfinite().all():
                 raise WeightsError(f"{evaluated.path}: a validation loss is not finite; its weights are of no use")
             for metric in metrics.values():
-                metric.update(error, batch, outputs.timesteps.cpu())
+                metric.update(error, batch, outputs.draws.timesteps.cpu())
 
     agree(measure)
     values = {name: metric.compute().item() for name, metric in metrics.items()}

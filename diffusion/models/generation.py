@@ -4,7 +4,6 @@ Shape letters: B batch, C channels, H W height and width of the latent, S scores
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -99,7 +98,7 @@ def generate(
         for start in range(0, len(texts), batch_size):
             part = slice(start, start + batch_size)
             sampled = sample_latents(
-                partial(model.caller, model.network),
+                model.caller,
                 scheduler,
                 noise[part],
                 _encode_prompts(model, texts[part], placement, asked),
@@ -146,7 +145,7 @@ def _encode_prompts(
     model: "LatentDiffusion", prompts: Sequence[str], placement: Placement, scores: Tensor | None
 ) -> Conditioning:
     token_ids = torch.from_numpy(model.tokenize(prompts)).long().to(model.network.device)
-    conditioning = model.encode(model.conditioner.encode_prompts(token_ids, placement), Call())
+    conditioning = model.caller.condition(model.conditioner.encode_prompts(token_ids, placement), Call())
     return conditioning.to(model.network.dtype)._replace(
         scores=None if scores is None else scores.expand(len(prompts), -1)
     )

@@ -22,7 +22,7 @@ from diffusion.config.model import ObjectiveConfig, Posterior
 from diffusion.datasets.batch import BatchKey, Entry
 from diffusion.errors import ConfigurationError
 from diffusion.models import generation
-from diffusion.models.conditioning import Conditioner, Conditioning, TextEncoder
+from diffusion.models.conditioning import Conditioner, TextEncoder
 from diffusion.models.fast.norms import use_low_precision_norms
 from diffusion.models.flops import batch_flops
 from diffusion.models.ingredients import Call, Caller, Ingredient
@@ -60,9 +60,6 @@ class Prediction(NamedTuple):
 
     weight: Tensor | None
     """float32 [B], weight of each sample's squared error; None is 1."""
-
-    timesteps: Tensor
-    """[B], int64, or float32 in rectified flow."""
 
     values: dict[str, Tensor]
     """float32 [B] by name: what ingredients return for their terms of the loss; empty in validation."""
@@ -228,26 +225,20 @@ class LatentDiffusion(nn.Module):
         noise = draw_noise(objective, purposes, self.seed, step, sample, shape)
         timesteps = self._timesteps(batch, purposes)
         call = Call(seed=self.seed, is_training=purposes is TRAINING, batch=batch)
-        conditioning = self.encode(self.conditioner.encode_batch(batch, token_ids), call)
+        conditioning = self.caller.condition(self.conditioner.encode_batch(batch, token_ids), call)
         content = batch[BatchKey.IMAGE if BatchKey.IMAGE in batch else BatchKey.LATENT_MEAN]
         placement, scores = conditioning.placement, conditioning.scores
         draws = Draws(sample, step, noise, timesteps, token_ids, content, placement, scores)
         rates = self.noise_process.signal_and_noise_rate(timesteps)  # sqrt(abar_t), sqrt(1 - abar_t)
         noised = add_noise(latents, noise, rates)  # x_t
-        prediction = self.caller(self.network, noised, timesteps, conditioning, call)
+        prediction = self.caller(noised, timesteps, conditioning, call)
         target = TARGETS[objective.prediction_type]
         gamma = objective.min_snr_gamma
         weight = None if gamma is None else min_snr_weight(target, rates, gamma)
         values: dict[str, Tensor] = {}
         for ingredient in self.ingredients if call.is_training else ():
-            values |= ingredient.after(call, noised)
-        return Prediction(prediction, target.compute(latents, noise, rates), weight, timesteps, values, draws)
-
-    def encode(self, conditioning: Conditioning, call: Call) -> Conditioning:
-        """Let the ingredients change the conditioning by the frozen text encoder."""
-        for ingredient in self.ingredients:
-            conditioning = ingredient.encode(conditioning, call)
-        return conditioning
+            values |= ingredient.values(call, noised)
+        return Prediction(prediction, target.compute(latents, noise, rates), weight, values, draws)
 
     def sample_errors(self, outputs: Prediction) -> Tensor:
         """Error of each sample in the loss: float32 [B]; the mean squared error, unless an ingredient changes it."""

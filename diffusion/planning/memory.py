@@ -271,15 +271,13 @@ def meta_forward(
         batch: dict[str, Tensor] = {BatchKey.STEP: address, BatchKey.SAMPLE: address}
         batch[BatchKey.SCORES] = torch.empty(1, len(config.score_names))
         text, mask = torch.empty(1, num_tokens, width, dtype=dtype), torch.ones(1, num_tokens, dtype=torch.bool)
-        conditioning, call = Conditioning(text, mask=mask), Call(is_training=True, batch=batch)
-        for ingredient in ingredients:
-            conditioning = ingredient.encode(conditioning, call)
-        conditioning = conditioning._replace(mask=None)
+        caller, call = Caller(network, ingredients), Call(is_training=True, batch=batch)
+        conditioning = caller.condition(Conditioning(text, mask=mask), call)._replace(mask=None)
         if settings.get("addition_embed_type") == "text_time":
             pooled = settings["projection_class_embeddings_input_dim"] - 6 * settings["addition_time_embed_dim"]
             sizes = torch.empty(1, 6, dtype=dtype)
             conditioning = conditioning._replace(pooled=torch.empty(1, pooled, dtype=dtype), placement=sizes)
-        return Caller(network, ingredients)(network, latents, address, conditioning, call)
+        return caller(latents, address, conditioning, call)
 
 
 def parse_model(text: str) -> ModelConfig:

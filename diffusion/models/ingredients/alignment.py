@@ -148,7 +148,7 @@ class AlignmentIngredient(Ingredient):
         if source.training:
             self._caller.call.hidden = output
 
-    def after(self, call: Call, noised: Tensor) -> dict[str, Tensor]:
+    def values(self, call: Call, noised: Tensor) -> dict[str, Tensor]:
         """Compare the hidden states with the features of the images, float32 [B]."""
         if BatchKey.IMAGE not in call.batch:
             raise ValueError("model.alignment needs images: data.representation=images")

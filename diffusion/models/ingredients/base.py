@@ -99,7 +99,7 @@ class Ingredient:
 
     # The forward pass and the loss
 
-    def encode(self, conditioning: Conditioning, call: Call) -> Conditioning:
+    def condition(self, conditioning: Conditioning, call: Call) -> Conditioning:
         """Change the conditioning of a batch or of prompts, once for all calls of the network."""
         return conditioning
 
@@ -107,11 +107,11 @@ class Ingredient:
         """Scores float32 [S] to ask for in sampling, by name; None if it takes none."""
         return None
 
-    def before(self, call: Call, noised: Tensor, conditioning: Conditioning) -> None:
+    def prepare(self, call: Call, noised: Tensor, conditioning: Conditioning) -> None:
         """Prepare a call of the network for noised latents [B, C, H, W]."""
 
-    def after(self, call: Call, noised: Tensor) -> dict[str, Tensor]:
-        """Return values float32 [B] by name for the loss of training; they become `Prediction.values`."""
+    def values(self, call: Call, noised: Tensor) -> dict[str, Tensor]:
+        """Return values float32 [B] by name for the loss of training, after a call; they become `Prediction.values`."""
         return {}
 
     def error(self, error: Tensor, outputs: "Prediction") -> Tensor:
@@ -164,7 +164,7 @@ class Ingredient:
 
 
 class Caller:
-    """The call of the network with the ingredients.
+    """Calls of a network with ingredients.
 
     Args:
         network: the trained network, which gets the hooks of the ingredients.
@@ -173,31 +173,31 @@ class Caller:
 
     def __init__(self, network: Network, ingredients: Sequence[Ingredient]) -> None:
         self.call = Call()
-        self._ingredients = ingredients
+        self._network, self._ingredients = network, ingredients
         for ingredient in ingredients:
             ingredient.attach(network, self)
 
+    def condition(self, conditioning: Conditioning, call: Call) -> Conditioning:
+        """Let the ingredients change the conditioning by the frozen text encoder."""
+        for ingredient in self._ingredients:
+            conditioning = ingredient.condition(conditioning, call)
+        return conditioning
+
     def __call__(
-        self,
-        network: Network,
-        noised: Tensor,
-        timesteps: Tensor,
-        conditioning: Conditioning,
-        call: Call | None = None,
+        self, noised: Tensor, timesteps: Tensor, conditioning: Conditioning, call: Call | None = None
     ) -> Tensor:
         """Prediction for noised latents, [B, C, H, W] each; in the precision of the weights unless there is autocast.
 
         Args:
-            network: the network of the constructor.
             noised: x_t, [B, C, H, W].
             timesteps: [B] or [].
-            conditioning: of a batch or of prompts, after `Ingredient.encode`.
+            conditioning: result of `condition`.
             call: of training or validation; None: of sampling.
         """
         if autocast_dtype(noised) is None:
-            dtype = next(network.parameters()).dtype
+            dtype = next(self._network.parameters()).dtype
             noised, conditioning = noised.to(dtype), conditioning.to(dtype)
         self.call = call = call or Call()
         for ingredient in self._ingredients:
-            ingredient.before(call, noised, conditioning)
-        return predict(network, noised, timesteps, conditioning)
+            ingredient.prepare(call, noised, conditioning)
+        return predict(self._network, noised, timesteps, conditioning)

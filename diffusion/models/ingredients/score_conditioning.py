@@ -92,7 +92,7 @@ class ScoreConditioningIngredient(Ingredient):
         time_embedding = LAST_LAYERS[component_name(network)].partition(".")[0]
         network.get_submodule(time_embedding).register_forward_hook(self._add)
 
-    def encode(self, conditioning: Conditioning, call: Call) -> Conditioning:
+    def condition(self, conditioning: Conditioning, call: Call) -> Conditioning:
         """Take the scores float32 [B, S] of a batch, in training with dropped ones."""
         if not call.batch:  # Sampling, with the requested scores.
             return conditioning
@@ -114,7 +114,7 @@ class ScoreConditioningIngredient(Ingredient):
             raise ValueError(f"score {unknown[0]}: the model was trained with {', '.join(self._config.names)}")
         return torch.tensor([scores.get(name, math.nan) for name in self._config.names])
 
-    def before(self, call: Call, noised: Tensor, conditioning: Conditioning) -> None:
+    def prepare(self, call: Call, noised: Tensor, conditioning: Conditioning) -> None:
         """Compute what is added, from scores float32 [B, S], NaN where missing."""
         assert conditioning.scores is not None
         features = self.module.features(conditioning.scores)

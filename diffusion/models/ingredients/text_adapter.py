@@ -168,7 +168,7 @@ class TextAdapterIngredient(Ingredient):
         self.module = build_text_adapter(self._config, text_encoder)
         self.continues_text_encoder = isinstance(self.module, TextAdapter)
 
-    def encode(self, conditioning: Conditioning, call: Call) -> Conditioning:
+    def condition(self, conditioning: Conditioning, call: Call) -> Conditioning:
         """Continue the text encoding."""
         if autocast_dtype(conditioning.text) is None:
             conditioning = conditioning.to(next(self.module.parameters()).dtype)

@@ -63,7 +63,7 @@ class TokenRoutingIngredient(Ingredient):
             block.register_forward_pre_hook(self._enter, with_kwargs=True)
         blocks[-1].register_forward_hook(self._leave)
 
-    def before(self, call: Call, noised: Tensor, conditioning: Conditioning) -> None:
+    def prepare(self, call: Call, noised: Tensor, conditioning: Conditioning) -> None:
         """Draw the tokens that are kept; all of them outside of training."""
         if call.is_training:
             num_tokens = noised[0, 0].numel() // self._area

@@ -137,7 +137,7 @@ def test_losses_by_timestep_are_means_of_the_samples_in_each_bin(small_model):
     with torch.no_grad():
         outputs = small_model.eval_forward(batch)
     error = (outputs.prediction - outputs.target).square().mean(dim=(1, 2, 3))[:22]
-    timesteps = outputs.timesteps[:22]
+    timesteps = outputs.draws.timesteps[:22]
     expected = {"loss": error.mean().item()}
     expected |= {f"loss/{name}": error[i::2].mean().item() for i, name in enumerate(("low", "high"))}
     for part in timestep_bins(1000):

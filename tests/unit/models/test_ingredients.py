@@ -33,7 +33,7 @@ class Brightness(Ingredient):
     def build(self, network, text_encoder, *, is_meta=False):
         self.module = nn.Linear(network.config["in_channels"], 1)
 
-    def after(self, call, noised):
+    def values(self, call, noised):
         found = self.module(noised.mean(dim=(2, 3)))[:, 0]
         return {"brightness": (found - noised.mean(dim=(1, 2, 3))).square()}
 
@@ -47,8 +47,8 @@ class Darkness(Brightness):
     part = "darkness"
     serves_training_only = True
 
-    def after(self, call, noised):
-        return {"darkness": super().after(call, noised)["brightness"]}
+    def values(self, call, noised):
+        return {"darkness": super().values(call, noised)["brightness"]}
 
     def loss(self, outputs):
         return {"darkness": -outputs.values["darkness"].mean()}

@@ -100,15 +100,15 @@ def test_a_sample_has_the_same_loss_in_any_microbatch(model):
         one = {key: value[i : i + 1] for key, value in batch.items()}
         assert model.loss(model(one), one).item() == pytest.approx(whole[i].item(), rel=1e-5)
         torch.testing.assert_close(model(one).target, prediction.target[i : i + 1], rtol=1e-4, atol=1e-5)
-        assert torch.equal(model(one).timesteps, prediction.timesteps[i : i + 1])
+        assert torch.equal(model(one).draws.timesteps, prediction.draws.timesteps[i : i + 1])
     assert model.loss(prediction, batch).item() == pytest.approx(whole.mean().item(), rel=1e-6)
 
 
 def test_noise_changes_with_the_step_and_repeats_for_the_same_one(model):
     first, again, later = model(image_batch()), model(image_batch()), model(image_batch(step=1))
     assert torch.equal(first.target, again.target)
-    assert torch.equal(first.timesteps, again.timesteps)
-    assert not torch.equal(first.timesteps, later.timesteps)
+    assert torch.equal(first.draws.timesteps, again.draws.timesteps)
+    assert not torch.equal(first.draws.timesteps, later.draws.timesteps)
     assert not torch.equal(first.target, later.target)
 
 

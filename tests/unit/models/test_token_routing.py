@@ -101,7 +101,7 @@ def test_tokens_skip_the_blocks_between_and_keep_their_positions():
     def predict(is_training: bool = True) -> Tensor:
         addresses = {BatchKey.STEP: torch.tensor([3, 3]), BatchKey.SAMPLE: torch.tensor([11, 12])}
         caller.call = Call(seed=17, is_training=is_training, batch=addresses)
-        router.before(caller.call, torch.zeros(2, 4, 2, 5), Conditioning(torch.zeros(2, 1, 1)))
+        router.prepare(caller.call, torch.zeros(2, 4, 2, 5), Conditioning(torch.zeros(2, 1, 1)))
         return network(torch.zeros(2, 10, 2), positions)
 
     found, kept = predict(), caller.call.kept
