@@ -13,6 +13,8 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import yaml
+
 from diffusion.files import atomic_path, csv_text
 from diffusion.launch import CommandParser, run_command
 
@@ -32,16 +34,17 @@ def main() -> None:
     """Count, look up, write."""
     options = parse_arguments()
     from diffusion.checkpointing.find import resolve_checkpoint
-    from diffusion.checkpointing.read import read_position
+    from diffusion.checkpointing.read import read_config, read_position
+    from diffusion.config.loading import from_dict
+    from diffusion.config.schema import Config
     from diffusion.datasets.bad_images import read_bad_images
     from diffusion.datasets.provenance import apply_substitutes, build_order, exposures, find_folders, times_seen
     from diffusion.datasets.sample_order import describe_changes
     from diffusion.errors import DataError
     from diffusion.formats.run_folder import BAD_IMAGES
-    from diffusion.loading import load_config_of
 
     checkpoint = resolve_checkpoint(options.checkpoint)
-    config = load_config_of(checkpoint)
+    config = from_dict(Config, yaml.safe_load(read_config(checkpoint)), str(checkpoint))
     folders = find_folders(config, options.data)
     order = build_order(config, folders)
     num_steps, fingerprint = read_position(checkpoint)
