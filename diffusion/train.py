@@ -49,7 +49,7 @@ from diffusion.checkpointing.resume import (
 )
 from diffusion.checkpointing.roll_back import roll_back
 from diffusion.composer_models import AutoencoderTraining, LatentDiffusionTraining
-from diffusion.config.checks import check, check_machine, num_batches, resolve_device, steps_of
+from diffusion.config.checks import check, check_machine, planned_steps, resolve_device, steps_of
 from diffusion.config.data import Shuffling, microbatch_size
 from diffusion.config.loading import to_public_yaml
 from diffusion.config.model import Posterior
@@ -511,7 +511,7 @@ def _build_scheduler(config: Config) -> ComposerScheduler:
 
 
 def _build_wsd(config: Config) -> ComposerScheduler:
-    schedule, total = config.schedule, num_batches(config)
+    schedule, total = config.schedule, planned_steps(config)
 
     def steps(text: str, key: str) -> float:
         length = steps_of(config, text, key)

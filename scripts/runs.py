@@ -107,7 +107,7 @@ def resume(run: Path, overrides: list[str]) -> None:
 
 def show_costs(run: Path, **prices: float | None) -> None:
     """Print what a run has cost, what it will have cost at its last step, and whether its budget suffices."""
-    from diffusion.config.checks import num_batches
+    from diffusion.config.checks import planned_steps
     from diffusion.formats.run_folder import read_config
     from diffusion.operations.costs import project, read_costs
     from diffusion.operations.inventory import expense_rows, expenses, stored_bytes
@@ -118,7 +118,7 @@ def show_costs(run: Path, **prices: float | None) -> None:
     if not starts:
         raise ConfigurationError(f"{run} has not trained yet: it has no costs.jsonl")
     size, absent = stored_bytes(run, config)
-    step, num_steps = starts[-1].reached, num_batches(config)
+    step, num_steps = starts[-1].reached, planned_steps(config)
     print(f"{run}: {read_status(run)}, step {step:,} of {num_steps:,}")
     print(*text_table(expense_rows(expenses(starts, size, **prices), step, num_steps)), sep="\n")
     for folder in absent:

@@ -40,7 +40,7 @@ def weight_locations(config: Config) -> dict[str, str]:
     return {key: value for key, value in named.items() if not key.startswith(("data.", "validation."))}
 
 
-def num_batches(config: Config) -> int:
+def planned_steps(config: Config) -> int:
     """Length of the run in optimizer steps.
 
     Raises:
@@ -56,9 +56,8 @@ def num_batches(config: Config) -> int:
 
 def steps_of(config: Config, text: str, key: str) -> float | None:
     """Convert a time of the configuration to optimizer steps; None where that takes the length of an epoch."""
-    return parse_time(text, key).in_batches(
-        num_batches=num_batches(config), global_batch_size=config.data.global_batch_size
-    )
+    batch_size = config.data.global_batch_size
+    return parse_time(text, key).in_steps(num_steps=planned_steps(config), global_batch_size=batch_size)
 
 
 def check(
@@ -167,7 +166,7 @@ def _tasks(config: Config) -> Iterator[str]:
 
 
 def _times(config: Config) -> Iterator[str]:
-    total = num_batches(config)
+    total = planned_steps(config)
     duration = f"trainer.max_duration is '{config.trainer.max_duration}'"
     warmup = steps_of(config, config.schedule.warmup, "schedule.warmup")
     if warmup is not None and warmup > total:

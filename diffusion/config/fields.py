@@ -36,14 +36,14 @@ class Time:
     unit: str
     """One of `TIME_UNITS`."""
 
-    def in_batches(self, *, num_batches: int, global_batch_size: int) -> float | None:
+    def in_steps(self, *, num_steps: int, global_batch_size: int) -> float | None:
         """Convert to optimizer steps; None for epochs, whose length depends on the data.
 
         Args:
-            num_batches: length of the run in optimizer steps.
+            num_steps: length of the run in optimizer steps.
             global_batch_size: samples of one optimizer step.
         """
-        steps = {"ba": 1.0, "sp": 1 / global_batch_size, "dur": num_batches}
+        steps = {"ba": 1.0, "sp": 1 / global_batch_size, "dur": num_steps}
         return self.value * steps[self.unit] if self.unit in steps else None
 
 

@@ -25,7 +25,7 @@ from diffusion.callbacks.loggers import starting_wandb
 from diffusion.checkpointing.find import find_damage
 from diffusion.checkpointing.layout import batch_of, is_half_written, list_checkpoints, remove_copy
 from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoints
-from diffusion.config.checks import num_batches
+from diffusion.config.checks import planned_steps
 from diffusion.config.schema import Config
 from diffusion.config.training import WandbConfig
 from diffusion.distributed import barrier, is_first_rank, on_first_rank, start_process_group
@@ -286,7 +286,7 @@ class WatchedRun:
             run=self.uri,
             step=step,
             skipped=skipped,
-            is_last=config is not None and step >= num_batches(config),
+            is_last=config is not None and step >= planned_steps(config),
             host=socket.gethostname(),
             pid=os.getpid(),
             run_name=config and config.run_name,

@@ -9,7 +9,7 @@ import numpy as np
 from omegaconf import MISSING
 
 from diffusion import storage
-from diffusion.config.checks import num_batches
+from diffusion.config.checks import planned_steps
 from diffusion.config.data import StreamConfig
 from diffusion.config.schema import Config
 from diffusion.datasets.mds import INDEX, read_shards
@@ -48,7 +48,7 @@ def plan_amounts(config: Config, *, world_size: int = 1) -> Amounts:
     Raises:
         ConfigurationError: `trainer.max_duration` is not a number of batches.
     """
-    num_iterations, num_ranks = num_batches(config), config.plan.num_gpus or world_size
+    num_iterations, num_ranks = planned_steps(config), config.plan.num_gpus or world_size
     num_images = num_iterations * config.data.global_batch_size
     throughput, price = config.plan.images_per_second, config.plan.price_per_gpu_hour
     days = num_images / throughput / SECONDS_PER_DAY if throughput else None

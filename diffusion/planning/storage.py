@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 
 from diffusion.checkpointing.layout import kept_steps
-from diffusion.config.checks import num_batches, steps_of
+from diffusion.config.checks import planned_steps, steps_of
 from diffusion.config.data import DataConfig, ImageSize, Representation
 from diffusion.config.fields import parse_size
 from diffusion.config.model import Posterior
@@ -139,7 +139,7 @@ class CheckpointPlan:
 
 def plan_checkpoints(config: Config, counts: ParameterCounts) -> CheckpointPlan:
     """Compute the bytes of the checkpoints that stay: 12 of each trained weight, and 4 of each started average."""
-    ema, trainer, total = config.algorithms.ema, config.trainer, num_batches(config)
+    ema, trainer, total = config.algorithms.ema, config.trainer, planned_steps(config)
     steps = functools.partial(steps_of, config)
     state = counts.fixed * WEIGHT_BYTES + counts.trained * (WEIGHT_BYTES + ADAM_BYTES)
     averages = counts.trained * average_bytes(config)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from diffusion.config.checks import num_batches
+from diffusion.config.checks import planned_steps
 from diffusion.config.loading import dump, load, read_yaml, to_dict
 from diffusion.config.schema import Config
 from diffusion.config.secrets import redact
@@ -146,7 +146,7 @@ def read_run(folder: Path, first_step: int = 0) -> Run:
     last_written = _date(metrics.stat().st_mtime) if metrics.is_file() else None
     starts = read_starts(read_json_lines(folder / STARTS), last_written)
     num_steps = _num_steps(curves, starts)
-    num_planned = num_batches(config) if config is not None else None
+    num_planned = planned_steps(config) if config is not None else None
     return Run(
         folder=folder,
         name=str(values.get("run_name") or folder.resolve().name),

@@ -2,7 +2,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from diffusion.config.checks import check, check_machine, is_location, missing_locations, num_batches, resolve_device
+from diffusion.config.checks import check, check_machine, is_location, missing_locations, planned_steps, resolve_device
 from diffusion.config.data import (
     DataConfig,
     ImageSize,
@@ -315,7 +315,7 @@ def test_ranks_need_not_divide_the_canonical_nodes(configuration, world_size):
 
 
 def test_length_of_a_run(configuration):
-    assert num_batches(configuration("trainer.max_duration=12BA")) == 12
+    assert planned_steps(configuration("trainer.max_duration=12BA")) == 12
 
 
 @pytest.mark.parametrize(

@@ -274,9 +274,9 @@ def test_what_only_reads_files_imports_nothing_slow(modules, slow):
 
 def test_times():
     assert parse_time("550000ba", "k") == Time(550000, "ba")
-    assert parse_time("0.94dur", "k").in_batches(num_batches=850000, global_batch_size=1) == pytest.approx(799000)
-    assert parse_time("4096sp", "k").in_batches(num_batches=10, global_batch_size=2048) == 2
-    assert parse_time("1ep", "k").in_batches(num_batches=10, global_batch_size=1) is None
+    assert parse_time("0.94dur", "k").in_steps(num_steps=850000, global_batch_size=1) == pytest.approx(799000)
+    assert parse_time("4096sp", "k").in_steps(num_steps=10, global_batch_size=2048) == 2
+    assert parse_time("1ep", "k").in_steps(num_steps=10, global_batch_size=1) is None
     for text in ("10", "ten ba", "1.5ba", "1.5dur"):
         with pytest.raises(ConfigurationError, match=f"k is '{text}'"):
             parse_time(text, "k")
