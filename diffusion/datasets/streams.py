@@ -16,8 +16,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from omegaconf import MISSING
+
 from diffusion import storage
 from diffusion.config.data import DataConfig, StreamConfig, ValidationConfig
+from diffusion.config.schema import Config
 from diffusion.datasets.manifest import DAMAGED, MANIFEST, REMOVED_SAMPLES, SCAN, WORK, has_srgb_conversion
 from diffusion.datasets.mds import INDEX
 from diffusion.errors import DataError, MachineError
@@ -99,6 +102,21 @@ def locate_streams(
             )
         )
     return locations
+
+
+def located_streams(config: Config) -> list[tuple[StreamConfig, StreamLocation]]:
+    """The streams of `data`, unless a plug-in takes their place, and `validation`, without those at `???`."""
+    data, validation, sections = config.data, config.validation, {}
+    if config.plugins.train_dataset is None and isinstance(data.streams, list):
+        sections["data"] = data, data.streams
+    if validation is not None and (validation.streams or isinstance(data.streams, list)):
+        sections["validation"] = validation, validation_streams(validation, data)
+    return [
+        pair
+        for section, (root, streams) in sections.items()
+        if MISSING not in (root.local, root.remote)
+        for pair in zip(streams, locate_streams(root.remote, root.local, streams, section), strict=True)
+    ]
 
 
 def check_location(location: StreamLocation) -> None:

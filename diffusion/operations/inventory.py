@@ -17,11 +17,12 @@ from diffusion.config.fields import size_text
 from diffusion.config.schema import Config
 from diffusion.datasets.cache import LOCKS
 from diffusion.datasets.manifest import ENCODED, MANIFEST, SCAN, WORK, PreparedManifest
+from diffusion.datasets.streams import located_streams
 from diffusion.errors import ConfigurationError
 from diffusion.formats.run_folder import CHECKPOINTS, checkpoint_folder, is_run
 from diffusion.operations.costs import StartCosts
 from diffusion.operations.runs import absolute, checkpoints_of
-from diffusion.planning.amounts import DAYS_PER_MONTH, SECONDS_PER_DAY, located_streams, sum_known
+from diffusion.planning.amounts import DAYS_PER_MONTH, SECONDS_PER_DAY, sum_known
 from diffusion.storage import Access, StoredFile, is_url, join
 
 _MANY_USERS = 3
@@ -136,9 +137,8 @@ def _read_data_set(uri: str) -> Item | None:
 def read_uses(run: Path, config: Config) -> list[str]:
     """The locations that a run reads or writes: streams, their caches, checkpoints, initial weights."""
     uses = [checkpoints_of(run, config)]
-    for streams in located_streams(config).values():
-        for stream in streams:
-            uses += [absolute(run, stream.local), *([stream.remote] if stream.remote else [])]
+    for _, stream in located_streams(config):
+        uses += [absolute(run, stream.local), *([stream.remote] if stream.remote else [])]
     if config.init_from is not None:
         uses += locations_of_model(absolute(run, config.init_from.checkpoint))
     return uses
@@ -217,8 +217,7 @@ class Expense:
 def stored_bytes(run: Path, config: Config) -> tuple[int, list[str]]:
     """Stored bytes of a run's checkpoints and streams, and the folders that are not on this machine."""
     locations = {checkpoints_of(run, config): Access()}
-    for streams in located_streams(config).values():
-        locations |= {absolute(run, stream.source): stream.access for stream in streams}
+    locations |= {absolute(run, stream.source): stream.access for _, stream in located_streams(config)}
     absent = [one for one in locations if not is_url(one) and not Path(one).is_dir()]
     present = {one: access for one, access in locations.items() if one not in absent}
     return sum(file.size for one, access in present.items() for _, file in list_below(one, access)), absent

@@ -14,7 +14,7 @@ from diffusion.config.data import StreamConfig
 from diffusion.config.schema import Config
 from diffusion.datasets.mds import INDEX, read_shards
 from diffusion.datasets.sample_order import GlobalOrder, order_settings, stream_shapes
-from diffusion.datasets.streams import StreamLocation, locate_streams, validation_streams
+from diffusion.datasets.streams import StreamLocation, locate_streams, located_streams
 from diffusion.errors import ConfigurationError, DataError, UserError
 from diffusion.storage import is_url
 
@@ -143,30 +143,17 @@ def sum_known(values: Iterable[float | None]) -> float | None:
     return None if None in known else sum(value for value in known if value is not None)
 
 
-def located_streams(config: Config) -> dict[str, list[StreamLocation]]:
-    """The streams of the training and the validation data by key, without those that are missing or of a plug-in."""
-    sections = {}
-    if config.plugins.train_dataset is None and isinstance(config.data.streams, list):
-        sections["data.streams"] = (config.data, config.data.streams)
-    if config.validation is not None and (config.validation.streams or "data.streams" in sections):
-        sections["validation.streams"] = (config.validation, validation_streams(config.validation, config.data))
-    return {
-        key: locate_streams(section.remote, section.local, streams)
-        for key, (section, streams) in sections.items()
-        if MISSING not in (section.local, section.remote)
-    }
-
-
 def absent_streams(config: Config) -> dict[str, str]:
     """Data that the configuration names and that is not on this machine or in its store: by key, a sentence."""
     absent = {}
-    for key, streams in located_streams(config).items():
+    for section in ("data", "validation"):
+        streams = [location for _, location in located_streams(config) if location.section == section]
         sources = [stream.source for stream in streams]
         folders = [source for source in sources if not is_url(source) and not Path(source).is_dir()]
         problems = [f"not on this machine: {', '.join(folders)}" if folders else None]
         problems += storage.concurrent_map(_find_problem, [stream for stream in streams if is_url(stream.source)])
         if any(problems):
-            absent[key] = "; ".join(filter(None, problems))
+            absent[f"{section}.streams"] = "; ".join(filter(None, problems))
     return absent
 
 

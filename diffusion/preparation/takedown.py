@@ -105,7 +105,7 @@ class _Sample(NamedTuple):
     """In the folder."""
 
 
-_Rows = dict[int, dict[int, dict[str, Any]]]
+_Rows = dict[tuple[int, int], dict[str, Any]]
 """Some columns of rows of the metadata, by partition and row."""
 
 
@@ -162,10 +162,8 @@ def take_down(
                 copied = {sample.key for sample in copy_samples}
                 if copies:
                     requested |= copied
-                    hashes = add_removed(uri, [removal_hash(row["key"]) for row in _listed(copy_rows)])
-                    rows = {
-                        part: rows.get(part, {}) | copy_rows.get(part, {}) for part in rows.keys() | copy_rows.keys()
-                    }
+                    hashes = add_removed(uri, [removal_hash(row["key"]) for row in copy_rows.values()])
+                    rows |= copy_rows
                     samples += copy_samples
                 work.append((data, rows))
             else:
@@ -254,8 +252,8 @@ class _Prepared:
         samples = []
         for task, parts in tasks.items():
             table = read_table(storage.join(self._uri, POSITIONS, positions_name(task)))
-            for one in table.filter(pc.field("part").isin(parts)).to_pylist():
-                if row := rows[one["part"]].get(one["row"]):
+            for one in table.filter(pc.field("part").isin(list(parts))).to_pylist():
+                if row := rows.get((one["part"], one["row"])):
                     folder = f"{one['split']}/{one['bucket']}"
                     index = starts[folder, shard_stem(one["shard"])] + one["index"]
                     samples.append(_Sample(row["key"], folder, index))
@@ -282,12 +280,12 @@ class _Prepared:
             _write_report(uri)
         return count
 
-    def _tasks_of(self, rows: _Rows) -> dict[int, list[int]]:
+    def _tasks_of(self, rows: _Rows) -> dict[int, set[int]]:
         """Return the partitions with some rows by the task that wrote them."""
-        tasks: dict[int, list[int]] = {}
-        for part in rows:
+        tasks: dict[int, set[int]] = {}
+        for part, _ in rows:
             if part in self._tasks:
-                tasks.setdefault(self._tasks[part], []).append(part)
+                tasks.setdefault(self._tasks[part], set()).add(part)
         return tasks
 
 
@@ -304,16 +302,11 @@ def _find_keys(dataset: str, keys: Collection[str], *, marked: bool = False) -> 
         is_marked = marked & (np.array(table["reason"]) == Reason.REMOVED.value)
         return np.isin(table["key_hash"], hashes) | is_marked
 
-    found = _find_rows(dataset, ["key_hash", "reason"], matches)
-    is_meant = {
-        part: {
-            number: row
-            for number, row in rows.items()
-            if row["key"] in keys or (marked and row["key"] and row["reason"] == Reason.REMOVED.value)
-        }
-        for part, rows in found.items()
+    return {
+        number: row
+        for number, row in _find_rows(dataset, ["key_hash", "reason"], matches).items()
+        if row["key"] in keys or (marked and row["key"] and row["reason"] == Reason.REMOVED.value)
     }
-    return {part: rows for part, rows in is_meant.items() if rows}
 
 
 def _find_copies(dataset: str, removed: Removed, known: _Rows) -> _Rows:
@@ -328,38 +321,35 @@ def _find_copies(dataset: str, removed: Removed, known: _Rows) -> _Rows:
         return (is_copy | is_like) & (np.array(table["reason"]) != Reason.REMOVED.value)
 
     found = _find_rows(dataset, ["xxh128", "phash", "reason"], matches)
-    others = {part: {i: rows[i] for i in rows.keys() - known.get(part, {}).keys()} for part, rows in found.items()}
-    return {part: rows for part, rows in others.items() if rows}
+    return {number: row for number, row in found.items() if number not in known}
 
 
 def _find_rows(dataset: str, columns: Sequence[str], matches: Callable[[pa.Table], NDArray[np.bool_]]) -> _Rows:
     """Find rows of the metadata by some columns, all of which are read."""
 
-    def find(name: str) -> dict[int, dict[str, Any]]:
+    def find(name: str) -> _Rows:
         with storage.open_file(storage.join(dataset, METADATA, name), buffer_bytes=0) as file:
             parquet = pq.ParquetFile(file)
             numbers = np.flatnonzero(matches(parquet.read(columns)))
             found = parquet.read(_KNOWN).take(numbers).to_pylist() if len(numbers) else []
-        return dict(zip(numbers.tolist(), found, strict=True))
+        return {(int(Path(name).stem), row): values for row, values in zip(numbers.tolist(), found, strict=True)}
 
     names = [name for name in storage.list_files(storage.join(dataset, METADATA)) if name.endswith(".parquet")]
-    parts = zip(names, storage.concurrent_map(find, names), strict=True)
-    return {int(Path(name).stem): rows for name, rows in parts if rows}
+    return {number: row for rows in storage.concurrent_map(find, names) for number, row in rows.items()}
 
 
 def _hashes_of(rows: _Rows, *, like: Collection[str] = ()) -> set[str]:
     """Return hashes of the bytes of images, and perceptual hashes of those with some keys; flat images have none."""
-    phashes = [row["phash"] for row in _listed(rows) if row["key"] in like and row["phash"] is not None]
+    phashes = [row["phash"] for row in rows.values() if row["key"] in like and row["phash"] is not None]
     found = {f"{phash:016x}" for phash in phashes if phash.bit_count() > MAX_DISTANCE}
-    return found | {row["xxh128"] for row in _listed(rows) if row["xxh128"]}
+    return found | {row["xxh128"] for row in rows.values() if row["xxh128"]}
 
 
-def _listed(rows: _Rows) -> list[dict[str, Any]]:
-    return [row for of_part in rows.values() for row in of_part.values()]
-
-
-def _reject_rows(dataset: str, rows: Mapping[int, Collection[int]], *, erase: bool) -> None:
+def _reject_rows(dataset: str, rows: _Rows, *, erase: bool) -> None:
     """Reject rows of the metadata as removed; erase what they hold, and their scores before."""
+    parts: dict[int, list[int]] = {}
+    for part, row in rows:
+        parts.setdefault(part, []).append(row)
     if rows:
         clear_folders(dataset, PACKED)
     scores = storage.list_files(storage.join(dataset, SCORES)) if erase else {}
@@ -370,14 +360,14 @@ def _reject_rows(dataset: str, rows: Mapping[int, Collection[int]], *, erase: bo
     def reject(part: int) -> None:
         uri = storage.join(dataset, METADATA, part_name(part))
         if not erase:
-            _change_rows(uri, rows[part], lambda row: {**row, "reason": Reason.REMOVED.value})
+            _change_rows(uri, parts[part], lambda row: {**row, "reason": Reason.REMOVED.value})
             return
         for column in columns:
             if f"{column}/{part_name(part)}" in scores:
-                _change_rows(storage.join(dataset, SCORES, column, part_name(part)), rows[part], dict.fromkeys)
-        _change_rows(uri, rows[part], lambda row: removed_row(row, files[part]))
+                _change_rows(storage.join(dataset, SCORES, column, part_name(part)), parts[part], dict.fromkeys)
+        _change_rows(uri, parts[part], lambda row: removed_row(row, files[part]))
 
-    for _ in storage.concurrent_map(reject, rows):
+    for _ in storage.concurrent_map(reject, parts):
         pass
 
 
@@ -408,24 +398,23 @@ def _change_rows(uri: str, rows: Iterable[int], change: Callable[[dict[str, Any]
         write_table(uri, changed)
 
 
-def _erase_examples(dataset: str, rows: Mapping[int, Collection[int]]) -> None:
+def _erase_examples(dataset: str, rows: _Rows) -> None:
     """Drop the examples of rejections that name removed images."""
-    removed = {(part, row) for part, of_part in rows.items() for row in of_part}
     for name in storage.list_files(storage.join(dataset, SELECTION)):
         uri = storage.join(dataset, SELECTION, name)
         if name.endswith(".json"):
             values = storage.read_json(uri)
             for listed in values.get("examples", {}).values():
-                places = [{(one["part"], one["row"]), (one["of_part"], one["of_row"])} for one in listed]
-                listed[:] = [one for one, named in zip(listed, places, strict=True) if named.isdisjoint(removed)]
+                named = [((one["part"], one["row"]), (one["of_part"], one["of_row"])) for one in listed]
+                listed[:] = [one for one, pair in zip(listed, named, strict=True) if rows.keys().isdisjoint(pair)]
             storage.write_json(uri, values)
 
 
-def _erase_task(dataset: str, task: int, rows: Mapping[int, Collection[int]]) -> int:
+def _erase_task(dataset: str, task: int, rows: _Rows) -> int:
     """Rewrite the shards and the positions of a write task; return how many shards were rewritten."""
     uri = storage.join(dataset, POSITIONS, positions_name(task))
     table = read_table(uri)
-    removed = [one["row"] in rows.get(one["part"], ()) for one in table.select(["part", "row"]).to_pylist()]
+    removed = [(one["part"], one["row"]) in rows for one in table.select(["part", "row"]).to_pylist()]
     indices: dict[tuple[str, str], list[int]] = {}
     for one in table.filter(removed).to_pylist():
         indices.setdefault((f"{one['split']}/{one['bucket']}", shard_stem(one["shard"])), []).append(one["index"])

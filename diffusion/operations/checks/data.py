@@ -31,9 +31,8 @@ from diffusion.datasets.streams import (
     StreamLocation,
     check_location,
     find_manifest,
-    locate_streams,
+    located_streams,
     read_files,
-    validation_streams,
 )
 from diffusion.distributed import agree, broadcast, local_rank, local_world_size, on_first_rank, world_size
 from diffusion.errors import ConfigurationError, DataError, MachineError, UserError
@@ -60,7 +59,7 @@ def read_stream_files(config: Config) -> Files:
     Raises:
         DataError: on all ranks: one cannot be read.
     """
-    locations = agree(lambda: [location for streams in _sections(config).values() for _, location in streams])
+    locations = agree(lambda: [location for _, location in located_streams(config)])
     stored = on_first_rank(lambda: read_files(location for location in locations if is_url(location.source)))
     return {**stored, **agree(lambda: read_files(one for one in locations if not is_url(one.source)))}
 
@@ -74,11 +73,10 @@ def refresh_indexes(config: Config) -> None:
     if local_rank() != 0:
         return
     data = config.data
-    for streams in _sections(config).values():
-        for _, location in streams:
-            if _has_cached_index(location):
-                index = read_source_index(location, timeout=data.download_timeout, attempts=data.download_attempts)
-                replace_index(Path(location.local), index)
+    for _, location in located_streams(config):
+        if _has_cached_index(location):
+            index = read_source_index(location, timeout=data.download_timeout, attempts=data.download_attempts)
+            replace_index(Path(location.local), index)
 
 
 def _has_cached_index(location: StreamLocation) -> bool:
@@ -131,25 +129,13 @@ def _encoded_streams(config: Config, files: Files) -> Iterator[tuple[StreamLocat
     data = config.data
     if data.representation != Representation.latents or config.plugins.train_dataset is not None:
         return
-    for streams in _sections(config).values():
-        sizes = image_sizes([stream for stream, _ in streams], data.resolution)
-        for (_, location), size in zip(streams, sizes, strict=True):
-            manifest = read_encoded_manifest(location.source, location.access, files)
-            if manifest is None:
-                raise DataError(f"{location.source} has no manifest.json beside it: encode it with scripts/encode.py")
-            yield location, size, manifest
-
-
-def _sections(config: Config) -> dict[str, list[tuple[StreamConfig, StreamLocation]]]:
-    """Return the streams of `data`, unless a plugin takes their place, and `validation` with their locations."""
-    data, validation = config.data, config.validation
-    found = {} if config.plugins.train_dataset is not None else {"data": (data.remote, data.local, data.streams)}
-    if validation is not None:
-        found["validation"] = validation.remote, validation.local, validation_streams(validation, data)
-    return {
-        section: list(zip(streams, locate_streams(remote, local, streams, section), strict=True))
-        for section, (remote, local, streams) in found.items()
-    }
+    streams = located_streams(config)
+    sizes = image_sizes([stream for stream, _ in streams], data.resolution)
+    for (_, location), size in zip(streams, sizes, strict=True):
+        manifest = read_encoded_manifest(location.source, location.access, files)
+        if manifest is None:
+            raise DataError(f"{location.source} has no manifest.json beside it: encode it with scripts/encode.py")
+        yield location, size, manifest
 
 
 def check_order(dataset: TrainingDataset) -> None:
@@ -300,16 +286,14 @@ def check_data(config: Config, *, deep: bool) -> Iterator[Verdict]:
     """
     tokenizer = _tokenize(config)
     are_whole = True
-    for section, streams in _sections(config).items():
-        prefix = "" if section == "data" else f"{section} "
-        for stream, location in streams:
-            name = f"{prefix}stream {location.name}"
-            try:
-                check_files(location, config.data.download_timeout, deep=deep)
-                yield ok(name, _read_batch(config, section, stream, tokenizer))
-            except UserError as error:
-                are_whole = False
-                yield problem(name, str(error))
+    for stream, location in located_streams(config):
+        name = f"{'' if location.section == 'data' else f'{location.section} '}stream {location.name}"
+        try:
+            check_files(location, config.data.download_timeout, deep=deep)
+            yield ok(name, _read_batch(config, location.section, stream, tokenizer))
+        except UserError as error:
+            are_whole = False
+            yield problem(name, str(error))
     if are_whole:
         yield from _check_training_data(config, tokenizer)
 
@@ -369,13 +353,12 @@ def read_source_index(location: StreamLocation, *, timeout: float, attempts: int
 def index_hashes(config: Config) -> dict[str, str]:
     """Return the hash of the index of each readable stream, which contains the hashes of its shards."""
     hashes = {}
-    for section, streams in _sections(config).items():
-        for _, location in streams:
-            try:
-                index = read_source_index(location, timeout=config.data.download_timeout)
-            except UserError:
-                continue
-            hashes[f"{section} {location.name}"] = hashlib.sha256(index).hexdigest()
+    for _, location in located_streams(config):
+        try:
+            index = read_source_index(location, timeout=config.data.download_timeout)
+        except UserError:
+            continue
+        hashes[f"{location.section} {location.name}"] = hashlib.sha256(index).hexdigest()
     return hashes
 
 
