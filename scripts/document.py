@@ -1,8 +1,15 @@
 """Write docs/configuration.md, the reference of all keys: `python scripts/document.py`."""
 
+import dataclasses
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_origin
 
-from diffusion.config.documentation import reference
+from omegaconf import MISSING
+
+from diffusion.config.documentation import describe_type, field_docs, field_types, section_of, split_optional, summary
+from diffusion.config.fields import CHECK, Limits, TimeLimits
 from diffusion.config.resumption import effect_of
 from diffusion.config.schema import Config
 from diffusion.evaluation.config import EvaluationConfig
@@ -27,9 +34,58 @@ another run, which may begin with the weights (`init_from.checkpoint`). Keys tha
 
 
 def page() -> str:
-    """The page."""
+    """A chapter for each command, with a table for each section."""
+    lines = []
     commands = {"run.py": Config, "evaluate.py": EvaluationConfig, "scripts/prepare.py": PrepareConfig}
-    return _HEAD + reference(commands, {"run.py": lambda key: effect_of(key).value})
+    for name, schema in commands.items():
+        lines += [f"\n## {name}", *_table(schema, "", resumes=schema is Config)]
+        for key, section in _sections(schema, ""):
+            table = _table(section, f"{key}.", resumes=schema is Config)
+            lines += [f"\n### {key}\n\n{summary(section)}", *table]
+    return _HEAD + "".join(line + "\n" for line in lines)
+
+
+def _sections(schema: type, prefix: str) -> Iterator[tuple[str, type]]:
+    for name, annotation in field_types(schema).items():
+        section, is_several = section_of(annotation)
+        if section is not None:
+            key = f"{prefix}{name}.N" if is_several else f"{prefix}{name}"
+            yield key, section
+            yield from _sections(section, f"{key}.")
+
+
+def _table(schema: type, prefix: str, *, resumes: bool) -> Iterator[str]:
+    head = ["key", "type", "default", "meaning"] + ["changed on resumption"] * resumes
+    yield "\n| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|"
+    for field in dataclasses.fields(schema):  # type: ignore[arg-type]
+        default = _shown_default(field)
+        cells = [f"`{field.name}`", _shown_type(schema, field), default, field_docs(schema)[field.name]]
+        if resumes:  # A group that is always there changes by its keys.
+            cells.append(effect_of(f"{prefix}{field.name}".replace(".N.", ".0.")).value if default else "")
+        yield "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def _shown_type(schema: type, field: dataclasses.Field[Any]) -> str:
+    annotation = field_types(schema)[field.name]
+    section, is_several = section_of(annotation)
+    kind, optional = split_optional(annotation)
+    check = field.metadata.get(CHECK)
+    if section is not None and is_several:
+        shown = "named groups" if get_origin(kind) is dict else "a list of groups"
+    elif section is not None:
+        shown = "a group"
+    elif isinstance(check, Limits):
+        shown = f"{describe_type(kind)}, {check}"
+    else:
+        shown = str(check) if isinstance(check, TimeLimits) else describe_type(kind)
+    return f"{shown}, or null" if optional else shown
+
+
+def _shown_default(field: dataclasses.Field[Any]) -> str:
+    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    if dataclasses.is_dataclass(value):
+        return ""
+    return "to be set" if value == MISSING else f"`{json.dumps(value, ensure_ascii=False)}`"
 
 
 if __name__ == "__main__":

@@ -4,17 +4,11 @@ import ast
 import dataclasses
 import inspect
 import itertools
-import json
 import textwrap
 import types
-from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
-
-from omegaconf import MISSING
-
-from diffusion.config.fields import CHECK, Limits, TimeLimits
 
 
 @cache
@@ -73,11 +67,12 @@ def field_docs(cls: type) -> dict[str, str]:
                 docs[ast.unparse(statement.target)] = str(text.value)
     for name, annotation in field_types(cls).items():
         kind, _ = split_optional(annotation)
-        docs.setdefault(name, _summary(kind) if dataclasses.is_dataclass(kind) else "")  # type: ignore[arg-type]
+        docs.setdefault(name, summary(kind) if dataclasses.is_dataclass(kind) else "")  # type: ignore[arg-type]
     return {name: " ".join(docs[name].split()) for name in field_types(cls)}
 
 
-def _summary(cls: type) -> str:
+def summary(cls: type) -> str:
+    """First paragraph of the docstring of a dataclass, in one line."""
     return " ".join(inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].split())
 
 
@@ -87,7 +82,7 @@ def schema_keys(cls: type) -> dict[str, tuple[dataclasses.Field[Any], str]]:
     keys: dict[str, tuple[dataclasses.Field[Any], str]] = {}
     for field in dataclasses.fields(cls):
         keys[field.name] = (field, field_docs(cls)[field.name])
-        section, is_several = _section(field_types(cls)[field.name])
+        section, is_several = section_of(field_types(cls)[field.name])
         if section is not None:
             prefix = f"{field.name}.0" if is_several else field.name
             keys |= {f"{prefix}.{below}": found for below, found in schema_keys(section).items()}
@@ -99,68 +94,9 @@ def find_field(cls: type, key: str) -> tuple[dataclasses.Field[Any] | None, str]
     return schema_keys(cls).get(".".join("0" if part.isdigit() else part for part in key.split(".")), (None, ""))
 
 
-def _section(annotation: Any) -> tuple[type | None, bool]:
+def section_of(annotation: Any) -> tuple[type | None, bool]:
     """Dataclass of a section, or of the elements of a list or dictionary of sections."""
     kind, _ = split_optional(annotation)
     is_several = get_origin(kind) in (list, dict)
     kind = element_type(kind) if is_several else kind
     return (kind, is_several) if isinstance(kind, type) and dataclasses.is_dataclass(kind) else (None, is_several)
-
-
-def reference(commands: Mapping[str, type], effects: Mapping[str, Callable[[str], str]]) -> str:
-    """Describe the configuration of commands in Markdown: a chapter for each, with a table for each section.
-
-    Args:
-        commands: names such as `scripts/prepare.py`, and the dataclasses of their YAML files.
-        effects: by command, the effect of a changed key on a resumption, for those that resume.
-    """
-    lines = []
-    for name, schema in commands.items():
-        effect = effects.get(name)
-        lines += [f"\n## {name}", *_table(schema, "", effect)]
-        for key, section in _sections(schema, ""):
-            lines += [f"\n### {key}\n\n{_summary(section)}", *_table(section, f"{key}.", effect)]
-    return "".join(line + "\n" for line in lines)
-
-
-def _sections(schema: type, prefix: str) -> Iterator[tuple[str, type]]:
-    for name, annotation in field_types(schema).items():
-        section, is_several = _section(annotation)
-        if section is not None:
-            key = f"{prefix}{name}.N" if is_several else f"{prefix}{name}"
-            yield key, section
-            yield from _sections(section, f"{key}.")
-
-
-def _table(schema: type, prefix: str, effect: Callable[[str], str] | None) -> Iterator[str]:
-    head = ["key", "type", "default", "meaning"] + (["changed on resumption"] if effect is not None else [])
-    yield "\n| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|"
-    for field in dataclasses.fields(schema):  # type: ignore[arg-type]
-        default = _shown_default(field)
-        cells = [f"`{field.name}`", _shown_type(schema, field), default, field_docs(schema)[field.name]]
-        if effect is not None:  # A group that is always there changes by its keys.
-            cells.append(effect(f"{prefix}{field.name}".replace(".N.", ".0.")) if default else "")
-        yield "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
-
-
-def _shown_type(schema: type, field: dataclasses.Field[Any]) -> str:
-    annotation = field_types(schema)[field.name]
-    section, is_several = _section(annotation)
-    kind, optional = split_optional(annotation)
-    check = field.metadata.get(CHECK)
-    if section is not None and is_several:
-        shown = "named groups" if get_origin(kind) is dict else "a list of groups"
-    elif section is not None:
-        shown = "a group"
-    elif isinstance(check, Limits):
-        shown = f"{describe_type(kind)}, {check}"
-    else:
-        shown = str(check) if isinstance(check, TimeLimits) else describe_type(kind)
-    return f"{shown}, or null" if optional else shown
-
-
-def _shown_default(field: dataclasses.Field[Any]) -> str:
-    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    if dataclasses.is_dataclass(value):
-        return ""
-    return "to be set" if value == MISSING else f"`{json.dumps(value, ensure_ascii=False)}`"

@@ -120,6 +120,11 @@ class PreparedManifest:
         """Return whether images are converted to sRGB when they are decoded."""
         return has_srgb_conversion(self.settings)
 
+    @property
+    def folders(self) -> list[str]:
+        """Folders that hold samples, `<split>/<bucket>`."""
+        return [f"{split}/{bucket}" for split, buckets in self.splits.items() for bucket in buckets]
+
     @classmethod
     def read(cls, folder: Path | str) -> "PreparedManifest":
         """Read that of a folder, a path or an s3:// URI.

@@ -96,13 +96,13 @@ def generate(
     try:
         images = [torch.empty(0, 3, *size, device="cpu")]
         for start in range(0, len(texts), batch_size):
-            part = slice(start, start + batch_size)
+            batch = slice(start, start + batch_size)
             sampled = sample_latents(
                 model.caller,
                 scheduler,
-                noise[part],
-                _encode_prompts(model, texts[part], placement, asked),
-                _encode_prompts(model, negatives[part], placement, asked),
+                noise[batch],
+                _encode_prompts(model, texts[batch], placement, asked),
+                _encode_prompts(model, negatives[batch], placement, asked),
                 num_inference_steps=num_inference_steps,
                 guidance_scale=guidance_scale,
                 progress=progress,

@@ -309,7 +309,7 @@ class LatentDiffusion(nn.Module):
         """Return the tenths of the timesteps that validation samples, by their addresses [N], draw."""
         drawn = self._timesteps({BatchKey.SAMPLE: samples, BatchKey.STEP: torch.zeros_like(samples)}, EVALUATION)
         bins = timestep_bins(self.noise_process.num_timesteps)
-        return [part for part in bins if bool(((drawn >= part.start) & (drawn < part.stop)).any())]
+        return [one for one in bins if bool(((drawn >= one.start) & (drawn < one.stop)).any())]
 
     def batch_flops(self, batch: Mapping[str, Entry]) -> float:
         """Floating-point operations for a batch, forward and backward, without frozen parts; NaN if unknown."""

@@ -262,7 +262,7 @@ def _identity(out: str, config: PrepareConfig, scan: "Scan", earlier: Sequence[S
     """Hash what determines a selection: settings, earlier selections, partitions, and the identities of the scores."""
     parts = [one for one in scan.partitions if one.generation <= generation]
     files = [(one.file, one.version, one.start, one.stop) for one in parts]
-    places = [(one.number, scan.sources[one.source].name, one.generation) for one in parts]
+    numbers = [(one.number, scan.sources[one.source].name, one.generation) for one in parts]
     names = {part_name(one.number) for one in parts}
     listed: dict[str, list[str]] = {}
     for name in sorted(storage.list_files(storage.join(out, SCORES))):
@@ -273,7 +273,7 @@ def _identity(out: str, config: PrepareConfig, scan: "Scan", earlier: Sequence[S
     for column in listed.keys() - digests.keys():  # Of another tool.
         digests[column] = _digest(storage.join(out, SCORES, name) for name in listed[column])
     scores = {column: (len(files), digests[column]) for column, files in listed.items()}
-    made_of: list[Any] = [_settings(config), [one.identity for one in earlier], scan.settings, places, files, scores]
+    made_of: list[Any] = [_settings(config), [one.identity for one in earlier], scan.settings, numbers, files, scores]
     if removed := Removed.read(out):  # Selections of earlier versions, without any, keep their identity.
         made_of.append(sorted(removed))
     return _hash_json(made_of)

@@ -18,6 +18,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -243,10 +244,9 @@ class _Prepared:
     def find(self, rows: _Rows) -> list[_Sample]:
         """Find the samples of some rows by the positions of the tasks that wrote them."""
         tasks = self._tasks_of(rows)
-        folders = [f"{split}/{bucket}" for split, buckets in self._manifest.splits.items() for bucket in buckets]
         starts = {
             (folder, shard_stem(shard.raw.name)): first
-            for folder in (folders if tasks else ())
+            for folder in (self._manifest.folders if tasks else ())
             for first, shard in _starts(read_shards(storage.join(self._uri, folder)))
         }
         samples = []
@@ -451,38 +451,38 @@ class _Encoded:
         self._uri = uri
         clear_folders(uri, WORK)  # Unfinished growth: its shards predate the takedown.
         indexes = sorted(name for name in storage.list_files(uri) if name.endswith(f"/{INDEX}"))
-        names = [name.removesuffix(f"/{INDEX}") for name in indexes if name.split("/")[0] in SPLITS]
-        self._shards = {name: read_shards(storage.join(uri, name)) for name in names}
+        folders = [name.removesuffix(f"/{INDEX}") for name in indexes if name.split("/")[0] in SPLITS]
+        self._shards = {folder: read_shards(storage.join(uri, folder)) for folder in folders}
 
     def find(self, keys: Collection[str]) -> list[_Sample]:
         """Find samples by the hashes of their keys."""
         hashes = {key_hash(key): key for key in keys}
         wanted = pa.array(list(hashes), pa.uint64())
         samples = []
-        for name, shards in self._shards.items() if keys else ():
-            found = storage.concurrent_map(lambda shard, name=name: read_key_hashes(self._uri, name, shard), shards)
+        for folder, shards in self._shards.items() if keys else ():
+            found = storage.concurrent_map(partial(read_key_hashes, self._uri, folder), shards)
             for (first, _), known in zip(_starts(shards), found, strict=True):
                 numbers = np.flatnonzero(pc.is_in(known, wanted))  # pyright: ignore[reportAttributeAccessIssue]
-                samples += [_Sample(hashes[known[number].as_py()], name, first + int(number)) for number in numbers]
+                samples += [_Sample(hashes[known[number].as_py()], folder, first + int(number)) for number in numbers]
         return samples
 
     def erase(self) -> int:
         """Erase the marked samples whose keys are there; return how many shards were rewritten."""
         count, named, erased, marks = 0, {}, [], read_marks(self._uri)
-        for name, shards in self._shards.items():
-            indices, new = marks.get(name, []), []
+        for folder, shards in self._shards.items():
+            indices, new = marks.get(folder, []), []
             for first, shard in _starts(shards):
                 inside = indices[bisect_left(indices, first) : bisect_left(indices, first + shard.num_samples)]
-                known = read_key_hashes(self._uri, name, shard).to_pylist() if inside else []
+                known = read_key_hashes(self._uri, folder, shard).to_pylist() if inside else []
                 left = [index - first for index in inside if known[index - first] is not None]
-                new.append(_erase_shard(storage.join(self._uri, name), shard, left))
+                new.append(_erase_shard(storage.join(self._uri, folder), shard, left))
                 if left:
                     hashes = [None if i in left else one for i, one in enumerate(known)]
-                    erased.append((name, shard, hashes))
+                    erased.append((folder, shard, hashes))
             if new != shards:
-                write_index(storage.join(self._uri, name), new)
+                write_index(storage.join(self._uri, folder), new)
             count += sum(a is not b for a, b in zip(shards, new, strict=True))
-            named[name] = {INDEX, *(shard.stored.name for shard in new)}
+            named[folder] = {INDEX, *(shard.stored.name for shard in new)}
         delete_unnamed(self._uri, named)
         for of_shard in erased:  # At the end: a run that continues finds the keys.
             write_key_hashes(self._uri, *of_shard)

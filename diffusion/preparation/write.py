@@ -445,11 +445,11 @@ def write_indexes(out: str, num_tasks: int, finished: PreparedManifest | None = 
     Returns:
         The folders with an index: training first, buckets by the numbers in their names.
     """
-    places = [(split, bucket) for split, buckets in finished.splits.items() for bucket in buckets] if finished else []
-    indexes = storage.concurrent_map(lambda place: read_shards(storage.join(out, *place)), places)
+    folders = finished.folders if finished else []
+    indexes = storage.concurrent_map(lambda folder: read_shards(storage.join(out, folder)), folders)
     shards = {
-        "/".join(place): [shard for shard in known if task_of(shard.raw.name) < first_task]
-        for place, known in zip(places, indexes, strict=True)
+        folder: [shard for shard in known if task_of(shard.raw.name) < first_task]
+        for folder, known in zip(folders, indexes, strict=True)
     }
     named = {folder: {shard.stored.name for shard in known} for folder, known in shards.items()}
     tasks = sorted(task for task in part_numbers(storage.join(out, POSITIONS)) if task >= first_task)
