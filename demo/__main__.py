@@ -19,7 +19,7 @@ NUM_IMAGES = 12_000
 SHARES = ("0.4", "0.6", "0")
 """Shares of the scenes with one object, two objects and a group."""
 
-LEAST_RIGHT = {"single": {"colour": 0.9, "shape": 0.9}, "pairs": {"colour": 0.9, "shape": 0.75, "relation": 0.75}}
+MIN_RIGHT = {"single": {"colour": 0.9, "shape": 0.9}, "pairs": {"colour": 0.9, "shape": 0.75, "relation": 0.75}}
 """Minimum shares of right images of one and of two objects, after training on `NUM_IMAGES` images."""
 LOGGERS = ["loggers.tensorboard=true", "loggers.wandb={offline: true}"]
 
@@ -46,7 +46,7 @@ class Demo(Steps):
         self.run(name, [*COMPOSER, "run.py", f"yamls/tiny/{name}.yaml", *overrides, *LOGGERS, *quick])
 
     def check_scores(self) -> None:
-        """Compare the shares of right images with `LEAST_RIGHT`.
+        """Compare the shares of right images with `MIN_RIGHT`.
 
         Raises:
             UserError: one is too low.
@@ -54,8 +54,8 @@ class Demo(Steps):
         scores = json.loads((self.out / "scores.json").read_text())
         low = [
             f"{kind} {name} {scores[kind][name]:.3f}, not {share}"
-            for kind, least in LEAST_RIGHT.items()
-            for name, share in least.items()
+            for kind, shares in MIN_RIGHT.items()
+            for name, share in shares.items()
             if scores[kind][name] < share
         ]
         if low:

@@ -261,5 +261,5 @@ def _row(comparison: Comparison) -> tuple[str, ...]:
     )
 
 
-def _difference(value: float, most: float) -> str:
-    return f"{value:.1e}" + ("" if value <= most else " TOO MUCH")
+def _difference(value: float, limit: float) -> str:
+    return f"{value:.1e}" + ("" if value <= limit else " TOO MUCH")

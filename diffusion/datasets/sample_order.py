@@ -45,7 +45,7 @@ MIN_CHUNK = 2**13
 """Samples of a rank that are computed at once."""
 
 MIN_PIECES_TO_CUT = 4
-"""Least number of pieces of a pass whose first one is read in two parts, which costs one more download at most."""
+"""Smallest number of pieces of a pass whose first one is read in two parts, which costs one more download at most."""
 
 _SHARDS, _PIECES, _BLOCK, _STAGGER, _OFFSET = range(5)
 """Purposes in the keys of random numbers."""

@@ -157,8 +157,8 @@ def choose_hosts(found: Survey, pool: HostPool, config: Config) -> tuple[tuple[s
         unfit |= {host for host, number in num_gpus.items() if number != usual}
         ranks = max(1, usual)
     fit = [host for host in found.hosts if host not in unfit]
-    most = min(pool.wanted or len(fit), len(fit))
-    problems = {num: rank_problems(config, num * ranks) for num in range(most, 0, -1)}
+    max_hosts = min(pool.wanted or len(fit), len(fit))
+    problems = {num: rank_problems(config, num * ranks) for num in range(max_hosts, 0, -1)}
     num = next((num for num, of_num in problems.items() if not of_num), None)
     if num is None:
         dropped = ", ".join(host for host in found.hosts if host in unfit) or "nothing"
@@ -166,7 +166,7 @@ def choose_hosts(found: Survey, pool: HostPool, config: Config) -> tuple[tuple[s
             f"{len(fit)} of {len(found.hosts)} hosts are fit, and the run can start on no number of them with {ranks} "
             f"ranks each: repair {dropped}, or start another number of ranks on each."
         )
-        raise MachineError(" ".join([what, *problems.get(most, [])]))
+        raise MachineError(" ".join([what, *problems.get(max_hosts, [])]))
     return tuple(fit[:num]), num * ranks
 
 

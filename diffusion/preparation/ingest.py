@@ -39,7 +39,7 @@ from diffusion.storage import UnavailableError
 
 logger = logging.getLogger(__name__)
 
-_MOST_MESSAGES = 50_000
+_MAX_MESSAGES = 50_000
 """Messages that are held at a time; SQS allows 120,000."""
 
 _BODY_CHARACTERS = 1_000
@@ -149,7 +149,7 @@ class Ingestion:
                 sizes = [one.partition.num_bytes for one in self._look()]
             first = min(first, time.monotonic()) if sizes else math.inf
             is_due = time.monotonic() - first >= self._interval
-            if is_due or sum(sizes) >= self._size or len(messages) >= _MOST_MESSAGES:
+            if is_due or sum(sizes) >= self._size or len(messages) >= _MAX_MESSAGES:
                 return list(messages.values())
 
     def _look(self) -> list[Arrival]:

@@ -425,9 +425,9 @@ def _mark_phases(axes: Axes, runs: Sequence[Run]) -> None:
         axes.text(middle, 1.01, plain(run.name), transform=axes.get_xaxis_transform(), ha="center", fontsize=8.5)
 
 
-def spread(number: int, most: int) -> list[int]:
-    """Evenly spaced indices, at most so many, with the first and the last."""
-    return np.linspace(0, number - 1, min(number, most)).round().astype(int).tolist()
+def spread(number: int, limit: int) -> list[int]:
+    """Evenly spaced indices, at most `limit`, with the first and the last."""
+    return np.linspace(0, number - 1, min(number, limit)).round().astype(int).tolist()
 
 
 def duration(hours: float) -> str:

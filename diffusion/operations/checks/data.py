@@ -233,16 +233,16 @@ def check_cache(dataset: TrainingDataset, data: DataConfig) -> Iterator[Verdict]
 def check_cache_limit(demand: CacheDemand, limit: str) -> Verdict:
     """Check that a limit leaves room for the shards that are needed at once."""
     size = parse_size(limit, "data.cache_limit")
-    least = max(demand.live_bytes, MIN_CACHED_SHARDS * demand.largest_shard)
+    min_size = max(demand.live_bytes, MIN_CACHED_SHARDS * demand.largest_shard)
     what = (
-        f"data.cache_limit is {limit}; a node needs {size_text(least)} at once and downloads "
+        f"data.cache_limit is {limit}; a node needs {size_text(min_size)} at once and downloads "
         f"{size_text(demand.ahead_bytes)} ahead"
     )
     remedy = (
         f"set it to {_option_text(demand.good_limit)} or more, write smaller shards, or lower "
         "data.num_canonical_nodes (which changes the order)"
     )
-    if size < least:
+    if size < min_size:
         what += ": shards would be deleted before they are read, again and again"
         return problem("cache limit", what, remedy)
     if size < demand.good_limit:

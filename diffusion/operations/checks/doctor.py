@@ -171,10 +171,10 @@ def measure_nodes(device: torch.device, timeout: float) -> list[NodeSpeed]:
 def _slowest(ranks: Sequence[NodeSpeed]) -> NodeSpeed:
     """Combine the ranks of a node: the rates of the slowest, and the link, which the first rank measures."""
 
-    def least(values: Iterable[float | None]) -> float | None:
+    def minimum(values: Iterable[float | None]) -> float | None:
         return min((value for value in values if value is not None), default=None)
 
-    return replace(ranks[0], flops=least(rank.flops for rank in ranks), copied=least(rank.copied for rank in ranks))
+    return replace(ranks[0], flops=minimum(rank.flops for rank in ranks), copied=minimum(rank.copied for rank in ranks))
 
 
 def _measure_link(device: torch.device) -> float | None:

@@ -56,13 +56,13 @@ def _optional(nvml: Any, default: Any, read: Callable[..., Any], *arguments: Any
 def check_gpu_memory(needed: float, nvml: Any = pynvml, num_gpus: int | None = None) -> Iterator[Verdict]:
     """Check that `needed` bytes fit into each used GPU, and that other processes leave room."""
     gpus = visible_gpus(nvml, num_gpus)
-    least, unknown = math.inf, []
+    min_free, unknown = math.inf, []
     for name, handle in gpus.items():
         memory = _optional(nvml, None, nvml.nvmlDeviceGetMemoryInfo, handle)
         if memory is None:
             unknown.append(name)
             continue
-        least = min(least, memory.free)
+        min_free = min(min_free, memory.free)
         if needed > memory.total:
             yield problem(
                 "GPU memory",
@@ -79,7 +79,7 @@ def check_gpu_memory(needed: float, nvml: Any = pynvml, num_gpus: int | None = N
         what = f"NVML does not report the state of {', '.join(unknown) or 'the GPUs'}"
         yield warning("GPUs", what, "run nvidia-smi to see why")
     else:
-        yield ok("GPUs", f"{len(gpus)} with at least {size_text(least)} free")
+        yield ok("GPUs", f"{len(gpus)} with at least {size_text(min_free)} free")
 
 
 def _foreign_bytes(nvml: Any, handle: Any) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from demo.__main__ import LEAST_RIGHT, Demo
+from demo.__main__ import MIN_RIGHT, Demo
 from diffusion.errors import UserError
 
 
@@ -18,10 +18,10 @@ def demo(out: Path, quick: bool = False) -> Demo:
     ("kind", "name", "share"), [("single", "colour", 0.89), ("single", "shape", 0.79), ("pairs", "relation", 0.49)]
 )
 def test_too_few_right_images_are_an_error(kind: str, name: str, share: float, tmp_path: Path) -> None:
-    (tmp_path / "scores.json").write_text(json.dumps(LEAST_RIGHT))
+    (tmp_path / "scores.json").write_text(json.dumps(MIN_RIGHT))
     demo(tmp_path).check_scores()
-    (tmp_path / "scores.json").write_text(json.dumps({**LEAST_RIGHT, kind: {**LEAST_RIGHT[kind], name: share}}))
-    with pytest.raises(UserError, match=rf"too few.*: {kind} {name} {share:.3f}, not {LEAST_RIGHT[kind][name]};"):
+    (tmp_path / "scores.json").write_text(json.dumps({**MIN_RIGHT, kind: {**MIN_RIGHT[kind], name: share}}))
+    with pytest.raises(UserError, match=rf"too few.*: {kind} {name} {share:.3f}, not {MIN_RIGHT[kind][name]};"):
         demo(tmp_path).check_scores()
 
 

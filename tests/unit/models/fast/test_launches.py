@@ -27,7 +27,7 @@ from diffusion.models.fast.compilation import find_blocks
 from diffusion.trainer import HostTrainer
 from tests.tools.launches import LaunchCounter, pinned_memory
 
-MOST_LAUNCHES = {False: 40, True: 44}
+MAX_LAUNCHES = {False: 40, True: 44}
 """Of a microbatch beside the networks, with captions and with stored text embeddings; each random draw is one."""
 
 OURS, TEXT, UNET, UNET_BACKWARD = "ours", "text encoder", "U-Net", "U-Net, backward"
@@ -136,6 +136,6 @@ def make_batch(model: Any, size: int, *, text_embeddings: bool = False) -> dict[
 @pytest.mark.parametrize("text_embeddings", [False, True])
 def test_launches_and_copies_of_a_microbatch(monkeypatch, text_embeddings):
     counter = count_second_microbatch(monkeypatch, text_embeddings=text_embeddings)
-    assert counter.total(OURS) <= MOST_LAUNCHES[text_embeddings], counter.launches
+    assert counter.total(OURS) <= MAX_LAUNCHES[text_embeddings], counter.launches
     assert counter.total(TEXT) == 0 or not text_embeddings, "the empty caption is encoded once"
     assert sum(counter.copies.values()) == counter.copies[OURS] == 1, "Composer's zero, to which it adds the loss"
