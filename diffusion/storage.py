@@ -171,9 +171,9 @@ def iterate_files(uri: str, access: Access | None = None) -> Iterator[StoredFile
         yield from files
 
 
-def stat(uri: str, access: Access | None = None) -> StoredFile:
+def stat(uri: str) -> StoredFile:
     """Return size and version of a file."""
-    return _attempt(uri, access, lambda store: store.stat(uri))
+    return _attempt(uri, None, lambda store: store.stat(uri))
 
 
 def exists(uri: str) -> bool:

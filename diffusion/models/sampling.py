@@ -317,8 +317,9 @@ def to_pil(images: Tensor) -> list[Image.Image]:
     return [Image.fromarray(array) for array in arrays]
 
 
-def image_grid(images: Sequence[Image.Image], num_columns: int, pad: int = 2) -> Image.Image:
-    """Arrange images of one size in rows on white, `pad` pixels apart."""
+def image_grid(images: Sequence[Image.Image], num_columns: int) -> Image.Image:
+    """Arrange images of one size in rows on white, 2 pixels apart."""
+    pad = 2
     width, height = images[0].size
     num_rows = -(-len(images) // num_columns)
     size = (num_columns * (width + pad) + pad, num_rows * (height + pad) + pad)

@@ -263,8 +263,8 @@ BACKWARD_SHARE = 2 / 3
 """Share of a step's computation that hides communication."""
 
 GPUS_PER_NODE = 8
-GATHER_BYTES = 2
-"""Per parameter and step: gathered weights in half precision."""
+NETWORK_BYTES = 6
+"""Per parameter and step: gathered weights in half precision, and gradients in fp32."""
 
 OPTIMIZER_BYTES = 28
 """Memory traffic of AdamW per parameter: weight, gradient and two moments are read, all but the gradient written."""
@@ -292,7 +292,6 @@ def predict_images_per_second(
     num_parameters: int,
     global_batch_size: int,
     network: float = PUBLISHED_NETWORK,
-    reduce_bytes: int = 4,
     host_seconds: float = 0.0,
 ) -> float:
     """Throughput of a fleet with SHARD_GRAD_OP and `performance.accumulate_locally`.
@@ -307,11 +306,10 @@ def predict_images_per_second(
         num_parameters: parameters of the network.
         global_batch_size: images per step.
         network: bytes per second of a node's network, in each direction.
-        reduce_bytes: bytes per gradient on the network: 4 in fp32, 2 with `trainer.reduce_precision` bf16.
         host_seconds: time in which the host queues a step, however few images it has.
     """
     computing = max(global_batch_size / num_gpus / images_per_gpu_second, host_seconds)
-    moved = num_parameters * (GATHER_BYTES + reduce_bytes) * (num_gpus - 1) / num_gpus
+    moved = num_parameters * NETWORK_BYTES * (num_gpus - 1) / num_gpus
     communicating = moved / (GPU_LINK if num_gpus <= GPUS_PER_NODE else network)
     exposed = max(0.0, communicating - BACKWARD_SHARE * computing)
     optimizing = num_parameters / num_gpus * OPTIMIZER_BYTES / GPU_MEMORY_BANDWIDTH

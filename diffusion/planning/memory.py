@@ -238,14 +238,6 @@ def largest_unit(config: Config) -> int:
     return _largest_unit(to_yaml(config.model), config.performance.compilation)
 
 
-def meta_network(config: ModelConfig) -> Network:
-    """Build the network as it is trained, on the meta device."""
-    with torch.device("meta"):
-        network = build_network(config)
-        adapt(network, find_ingredients(config), initial=None, seed=0)
-    return network
-
-
 def meta_parts(config: ModelConfig) -> tuple[Network, list[Ingredient]]:
     """Build the network and the ingredients as they are trained, on the meta device."""
     ingredients = find_ingredients(config)

@@ -69,13 +69,12 @@ _REMOVED = literal(Reason.REMOVED.value)
 Row = dict[str, Any]
 
 
-def write_report(out: str, scan: Scan, *, title: str = "Prepared data", scratch: str | None = None) -> dict[str, Any]:
+def write_report(out: str, scan: Scan, *, scratch: str | None = None) -> dict[str, Any]:
     """Write `report.html` and `report.json` of a data set, or renew them.
 
     Args:
         out: folder of the data set, path or s3://.
         scan: its partitions and sources.
-        title: heading of the page.
         scratch: folder for temporary files; None is the system's.
 
     Returns:
@@ -110,7 +109,7 @@ def write_report(out: str, scan: Scan, *, title: str = "Prepared data", scratch:
     report["duplicates"] = [{"key": row["key"], "of": of["key"], "reason": reason} for reason, row, of in pairs]
     rows = [row for group in shown.values() for row in group] + [row for _, *pair in pairs for row in pair]
     values = {
-        "title": title,
+        "title": "Prepared data",
         "report": report,
         "facts": _facts(report),
         "tables": _tables(report),

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from diffusion.config.schema import Config
 from diffusion.ema.averaging import Exponential, WeightAverage, local_shard, trainable_parameters
-from diffusion.planning.memory import meta_network
+from diffusion.planning.memory import meta_parts
 from diffusion.sharding import fsdp_config
 
 
@@ -48,7 +48,7 @@ def count_rank_memory(config: Config, *, num_ranks: int, rank: int) -> StateByte
 
 def _count(config: Config) -> StateBytes:
     model = nn.Module()
-    model.unet = meta_network(config.model)
+    model.unet, _ = meta_parts(config.model)
     fsdp = fsdp_config(config.trainer)
     if fsdp.num_replicas > 1:
         shape = (fsdp.num_replicas, dist.get_world_size() // fsdp.num_replicas)

@@ -29,7 +29,7 @@ from diffusion.optimizers import (
     num_rows,
     warmup_stable_decay,
 )
-from diffusion.planning.memory import meta_network
+from diffusion.planning.memory import meta_parts
 from tests.tools.launches import LaunchCounter
 from tests.unit.models.fast.test_fast_unet import process_group  # noqa: F401
 
@@ -79,7 +79,7 @@ def test_matrices_of_one_shape_are_computed_together(monkeypatch, dtype):
 
 def test_launches_for_a_large_transformer():
     weights = sorted(
-        hidden_matrices(meta_network(ModelConfig(architecture=Architecture.transformer_l))), key=matrix_shape
+        hidden_matrices(meta_parts(ModelConfig(architecture=Architecture.transformer_l))[0]), key=matrix_shape
     )
     matrices = [weight.detach().bfloat16() for weight in weights]
     with LaunchCounter("all") as counter:
@@ -199,7 +199,7 @@ def test_continues_from_its_state_to_the_bit():
     ],
 )  # fmt: skip
 def test_muon_gets_all_matrices_but_those_of_inputs_and_outputs(architecture, outside):
-    network = meta_network(ModelConfig(architecture=Architecture(architecture)))
+    network, _ = meta_parts(ModelConfig(architecture=Architecture(architecture)))
     inside = set(hidden_matrices(network))
     matrices = {name: weight for name, weight in network.named_parameters() if weight.ndim > 1}
     assert {name.removesuffix(".weight") for name, weight in matrices.items() if weight not in inside} == outside

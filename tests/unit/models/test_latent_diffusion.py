@@ -432,7 +432,7 @@ class TestGenerate:
         from diffusion.models.sampling import image_grid
 
         images = [Image.new("RGB", (4, 4), (40 * i, 0, 0)) for i in range(5)]
-        grid = np.asarray(image_grid(images, 2, pad=1))
-        assert grid.shape == (3 * 5 + 1, 2 * 5 + 1, 3)
-        assert grid[1, 6].tolist() == [40, 0, 0]
-        assert grid[11, 1].tolist() == [160, 0, 0]
+        grid = np.asarray(image_grid(images, 2))
+        assert grid.shape == (3 * 6 + 2, 2 * 6 + 2, 3)
+        assert grid[2, 8].tolist() == [40, 0, 0]
+        assert grid[14, 2].tolist() == [160, 0, 0]

@@ -28,7 +28,7 @@ HOSTILE = (
 )
 
 
-def report(folder: Path, *parts: list[dict], title: str = "Prepared data", scores=(), **settings) -> dict:
+def report(folder: Path, *parts: list[dict], scores=(), **settings) -> dict:
     """Write metadata, select, and report; a row has the file of its key if that was written."""
     out, sources = str(folder / "out"), [ToySource(str(folder / "images"), f"s{i or ''}") for i in range(len(parts))]
     for number, rows in enumerate(parts):
@@ -38,7 +38,7 @@ def report(folder: Path, *parts: list[dict], title: str = "Prepared data", score
     scan = Scan(sources, partitions)
     values = {"sources": ["a"], "out": out, "buckets": {"edges": [64, 256, 1024]}, **settings}
     select(out, from_dict(PrepareConfig, values, "test"), scan)
-    return write_report(out, scan, title=title)
+    return write_report(out, scan)
 
 
 def two_parts() -> tuple[list[dict], list[dict]]:
@@ -130,7 +130,7 @@ def test_without_a_selection_and_without_images(tmp_path):
 
 
 def hostile_report(folder: Path) -> dict:
-    """A report whose names, details, titles and values are hostile."""
+    """A report whose names, details and values are hostile."""
     contents = {"red": noise(60, 70), HOSTILE: encode(Image.new("RGB", (70, 90), "red")), "rejected": b"not an image"}
     (folder / "images").mkdir(parents=True)
     rows = [
@@ -146,7 +146,7 @@ def hostile_report(folder: Path) -> dict:
     (folder / "images" / "4.png").unlink()
     rows[3]["phash"] = rows[1]["phash"]
     buckets = {"edges": [32]}
-    return report(folder, rows, title=f"Report {HOSTILE}", scores=("score", "language"), duplicates={}, buckets=buckets)
+    return report(folder, rows, scores=("score", "language"), duplicates={}, buckets=buckets)
 
 
 def test_the_page_is_self_contained_and_escapes_everything(tmp_path):
@@ -176,7 +176,7 @@ def test_a_browser_shows_the_page_runs_nothing_and_asks_nobody(tmp_path):
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
     title = re.search("<title>(.*?)</title>", done.stdout, re.DOTALL)
     assert title is not None
-    assert title[1].startswith("Report &lt;script&gt;")
+    assert title[1] == "Prepared data"
     assert "CONSOLE" not in done.stderr
     assert "192.0.2.1" not in log.read_text(encoding="utf-8", errors="replace")
     assert done.stdout.count("<img ") >= 3

@@ -36,7 +36,7 @@ from diffusion.models.fast import compilation
 from diffusion.models.fast.channels_last import ChannelsLastUpsample
 from diffusion.models.fast.geglu import split_geglu
 from diffusion.models.fast.norms import use_low_precision_norms
-from diffusion.planning.memory import meta_network
+from diffusion.planning.memory import meta_parts
 from diffusion.sharding import fsdp_config, fsdp_modules
 
 SHRUNK = {"block_out_channels": (16, 32, 32, 32), "attention_head_dim": (2, 4, 4, 4), "cross_attention_dim": 16}
@@ -321,7 +321,7 @@ def test_compiles_without_breaks_and_once(traced, process_group, what):
 @pytest.mark.parametrize("name", ["phase3", "sdxl_1024"])
 def test_no_recipe_has_more_graphs_than_may_be_compiled(name):
     config = load_config(f"yamls/{name}.yaml", may_miss=is_location)
-    kinds = Counter(map(type, compilation.find_blocks(meta_network(config.model))))
+    kinds = Counter(map(type, compilation.find_blocks(meta_parts(config.model)[0])))
     sizes = image_sizes(config.data.streams, config.data.resolution)
     assert len(sizes) * max(kinds.values()) <= compilation.MAX_GRAPHS
 
