@@ -245,8 +245,3 @@ def test_published_throughput_within_eight_percent():
         predicted = {n: predict_images_per_second(n, images_per_gpu_second=one, **SD2) for n in A100_RATES}
         assert predicted == {n: pytest.approx(rates[side], rel=0.08) for n, rates in A100_RATES.items()}
         assert predicted[128] / 16 / A100_RATES[8][side] == pytest.approx({256: 0.66, 512: 0.99}[side], abs=0.02)
-
-
-def test_the_network_bounds_the_largest_fleet():
-    rate = predict_images_per_second(128, images_per_gpu_second=137.5, **SD2)
-    assert rate == pytest.approx(11_600, rel=0.01)
