@@ -132,6 +132,18 @@ class PreparedSamples:
                 self._unpacked = (at, read_shard(folder, shard))
             return decode(self._unpacked[1][inside])
 
+    def keyed_image(self, number: int) -> tuple[str, Image.Image]:
+        """Read the key and the image, RGB, of a sample.
+
+        Raises:
+            DataError: the data set has no images, or it is damaged.
+        """
+        sample = self.sample(number, ["image", "key"])
+        if "image" not in sample:
+            raise DataError("the data set has no images (is it encoded?): give the prepared one")
+        key = str(sample.get("key", number))
+        return key, _decode(sample["image"], f"sample {key}", self.convert_to_srgb)
+
     def captions(self, number: int) -> list[str] | None:
         """Captions of a sample, read without its image; None where the data set has none.
 
@@ -197,19 +209,12 @@ def open_reference(config: ReferenceConfig) -> tuple[Images, str]:
         raise ConfigurationError(f"{key}.path={config.path} has {len(chosen)} images: 2 or more are needed")
     if samples is not None:
         content = f"{samples.identity()} {config.num}"
-        images = Images(len(chosen), lambda index: _prepared_image(samples, chosen[index]))
+        images = Images(len(chosen), lambda index: samples.keyed_image(chosen[index])[1])
     else:
         files = [files[i] for i in chosen]
         content = text_hash("".join(f"{file.name} {hash_file(file, 'sha256')}\n" for file in files))
         images = image_files(files)
     return (_scaled_squares(images, config.size) if config.size else images), text_hash(content)
-
-
-def _prepared_image(samples: PreparedSamples, index: int) -> Image.Image:
-    sample = samples.sample(index, ["image", "key"])
-    if "image" not in sample:
-        raise DataError("the data set has no images (is it encoded?): give the prepared one")
-    return _decode(sample["image"], f"sample {sample.get('key', index)}", samples.convert_to_srgb)
 
 
 def _scaled_squares(images: Images, size: int) -> Images:

@@ -1,0 +1,207 @@
+"""Nearest training images of generated ones, to tell learning from remembering.
+
+Validation images come from the same source, but were not trained on: a generated image that is nearer to training than
+nearly all of them is a suspected copy.
+
+Shape letters: N queries, M references, D width of a feature, K nearest references, S side in pixels.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from diffusion.evaluation.config import EvaluationConfig
+from diffusion.evaluation.features import FeatureNetwork, extract_features
+from diffusion.evaluation.images import Images, PreparedSamples
+from diffusion.evaluation.statistics import Array
+from diffusion.preparation.measures import perceptual_hash
+
+MAX_BITS = 4
+"""Most bits of the perceptual hash in which a copy differs, as for duplicates of a preparation by default."""
+
+_BLOCK = 2**14
+"""References whose features are in memory at a time."""
+
+_QUERIES = 1024
+"""Queries that are compared at a time."""
+
+
+class Pixels:
+    """Reduced pixels, less the mean of each channel: a feature without weights that finds copies.
+
+    Args:
+        size: S.
+    """
+
+    def __init__(self, size: int = 32) -> None:
+        self.name, self.identity, self.size = f"pixels-{size}", "", size
+
+    def to(self, device: torch.device) -> "Pixels":
+        """Return itself: there are no weights."""
+        return self
+
+    def image_features(self, pixels: Tensor) -> Tensor:
+        """Pixels uint8 [B, 3, S, S] -> float32 [B, 3 S S]; a distance is a root mean square of levels from 0 to 1."""
+        values = pixels / (255.0 * (3 * self.size**2) ** 0.5)
+        return (values - values.mean((2, 3), keepdim=True)).flatten(1)
+
+
+def nearest(queries: Array, references: Array, num: int = 3) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Find the nearest references of each query; of equally near ones the first.
+
+    Products of matrices choose candidates; the distances of these are those of their differences.
+
+    Args:
+        queries: [N, D].
+        references: [M, D].
+        num: K, at most M.
+
+    Returns:
+        Indexes int64 [N, K], and Euclidean distances float32 [N, K], ascending.
+    """
+    queries, references = np.asarray(queries, np.float32), np.asarray(references, np.float32)
+    num = min(num, len(references))
+    indexes, distances = np.empty((len(queries), num), np.int64), np.empty((len(queries), num), np.float32)
+    if not num:
+        return indexes, distances
+    norms = np.square(references).sum(1)
+    for start in range(0, len(queries), _QUERIES):
+        part = queries[start : start + _QUERIES]
+        squares = np.square(part).sum(1, keepdims=True) + norms - 2 * part @ references.T
+        # Errors of rounding grow with the norms.
+        margins = 1e-5 * (np.square(part).sum(1) + norms.max())
+        limits = np.partition(squares, num - 1, axis=1)[:, num - 1] + margins
+        for i, (query, row, limit) in enumerate(zip(part, squares, limits, strict=True), start):
+            candidates = np.flatnonzero(row <= limit)
+            exact = np.linalg.norm(references[candidates] - query, axis=1)
+            first = np.argsort(exact, kind="stable")[:num]
+            indexes[i], distances[i] = candidates[first], exact[first]
+    return indexes, distances
+
+
+@dataclass(frozen=True, order=True)
+class Neighbour:
+    """A training image near to another image."""
+
+    distance: float
+
+    key: str
+    """Key of its sample."""
+
+    number: int
+    """Number of its sample."""
+
+    bits: int
+    """Bits in which the perceptual hashes differ."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Generated and validation images, compared with training images."""
+
+    neighbours: list[list[Neighbour]]
+    """Of each generated image, ascending: the nearest ones, and the one of the most similar perceptual hash if that is
+    not among them."""
+
+    validation: list[list[Neighbour]]
+    """The same of each validation image."""
+
+    quantile: float
+    """Share of the validation images that would be suspected by their distance, and by their hash, at most."""
+
+    min_distance: float = field(init=False)
+    """A nearer image is a suspected copy."""
+
+    max_bits: int = field(init=False)
+    """An image whose perceptual hash differs in as many bits at most is a suspected copy; -1 where validation images
+    have such hashes, too, as those of plain drawings."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "min_distance", float(np.quantile(distances(self.validation), self.quantile)))
+        bits = np.array([min(near.bits for near in row) for row in self.validation])
+        shares = [float(np.mean(bits <= limit)) for limit in range(MAX_BITS + 1)]
+        object.__setattr__(self, "max_bits", sum(share <= self.quantile for share in shares) - 1)
+
+    def is_copy(self, near: Neighbour) -> bool:
+        """Check if an image is a suspected copy of its neighbour."""
+        return near.distance < self.min_distance or near.bits <= self.max_bits
+
+    def copies(self) -> list[int]:
+        """Numbers of the generated images that are suspected copies."""
+        return [i for i, row in enumerate(self.neighbours) if any(map(self.is_copy, row))]
+
+
+def distances(rows: Sequence[Sequence[Neighbour]]) -> NDArray[np.float64]:
+    """Distance of each image to the nearest training image."""
+    return np.array([row[0].distance for row in rows])
+
+
+def compare(
+    images: Images,
+    training: PreparedSamples,
+    validation: Images,
+    network: FeatureNetwork,
+    config: EvaluationConfig,
+    device: torch.device,
+    *,
+    num: int = 3,
+    quantile: float = 0.01,
+) -> Comparison:
+    """Compare images with the training images of a data set; removed samples are left out.
+
+    Args:
+        images: the images, one or more.
+        training: one or more samples.
+        validation: images like those of training that were not trained on, one or more.
+        network: network on the device.
+        config: batch size, number of threads and resize filter.
+        device: device of the network.
+        num: K.
+        quantile: quantile of the validation images' distances below which an image is a suspected copy.
+
+    Raises:
+        DataError: an image cannot be decoded.
+    """
+
+    def measure(num: int, read: Callable[[int], Image.Image], label: str) -> tuple[Array, NDArray[np.uint64]]:
+        hashes = np.empty(num, np.uint64)
+
+        def hashed(index: int) -> Image.Image:
+            image = read(index)
+            hashes[index] = perceptual_hash(image)
+            return image
+
+        features = extract_features(network, Images(num, hashed), config, device, label)
+        assert features is not None
+        return features, hashes
+
+    generated, generated_hashes = measure(len(images), images.read, "images")
+    others, other_hashes = measure(len(validation), validation.read, "validation")
+    queries, query_hashes = np.concatenate([generated, others]), np.concatenate([generated_hashes, other_hashes])
+    found: list[set[Neighbour]] = [set() for _ in queries]
+    for start in range(0, len(training), _BLOCK):
+        keys: list[str] = []
+
+        def read(index: int, start: int = start, keys: list[str] = keys) -> Image.Image:
+            key, image = training.keyed_image(start + index)
+            keys.append(key)
+            return image
+
+        features, hashes = measure(min(_BLOCK, len(training) - start), read, "training")
+        order = np.array(sorted(range(len(keys)), key=keys.__getitem__))
+        indexes, _ = nearest(queries, features[order], num)
+        for query, query_hash, near, row in zip(queries, query_hashes, indexes, found, strict=True):
+            bits = np.bitwise_count(hashes ^ query_hash)
+            for place in {*order[near], order[bits[order].argmin()]}:
+                distance = float(np.linalg.norm(features[place] - query))
+                row.add(Neighbour(distance, keys[place], start + int(place), int(bits[place])))
+            alike = min(row, key=lambda one: (one.bits, one))
+            row.intersection_update({*heapq.nsmallest(num, row), alike})
+    neighbours = [sorted(row) for row in found]
+    return Comparison(neighbours=neighbours[: len(images)], validation=neighbours[len(images) :], quantile=quantile)
