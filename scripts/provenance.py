@@ -18,8 +18,6 @@ import yaml
 from diffusion.files import atomic_path, csv_text
 from diffusion.launch import CommandParser, run_command
 
-LICENCE_COLUMNS = ("license", "licence")
-
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
@@ -38,7 +36,14 @@ def main() -> None:
     from diffusion.config.loading import from_dict
     from diffusion.config.schema import Config
     from diffusion.datasets.bad_images import read_bad_images
-    from diffusion.datasets.provenance import apply_substitutes, build_order, exposures, find_folders, times_seen
+    from diffusion.datasets.provenance import (
+        apply_substitutes,
+        build_order,
+        exposures,
+        find_folders,
+        licence_of,
+        times_seen,
+    )
     from diffusion.datasets.sample_order import describe_changes
     from diffusion.errors import DataError
     from diffusion.formats.run_folder import BAD_IMAGES
@@ -62,8 +67,7 @@ def main() -> None:
         table = csv.writer(file)
         table.writerow(["key", "source", "licence", "stream", "index", "times", "metadata"])
         for one in exposures(config, folders, counts):
-            licence = next((str(one.metadata[name]) for name in LICENCE_COLUMNS if one.metadata.get(name)), "")
-            source = one.key.partition("/")[0]
+            licence, source = licence_of(one.metadata), one.key.partition("/")[0]
             metadata = json.dumps(one.metadata)
             texts = map(csv_text, (one.key, source, licence, one.stream))
             table.writerow([*texts, one.index, one.times, metadata])

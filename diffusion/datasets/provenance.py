@@ -1,6 +1,6 @@
 """Exposure of a run: which samples it has seen and how often, computed from the order instead of being logged."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from diffusion.errors import DataError
 CHUNK = 2**18
 """Samples of the order that are computed at once."""
 
+LICENCE_COLUMNS = ("license", "licence")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Exposure:
@@ -34,6 +36,11 @@ class Exposure:
     key: str
     metadata: dict[str, Any]
     """Metadata of its source, in prepared data; latents have none."""
+
+
+def licence_of(metadata: Mapping[str, Any]) -> str:
+    """Licence in the metadata of a source; empty if there is none."""
+    return next((str(metadata[name]) for name in LICENCE_COLUMNS if metadata.get(name)), "")
 
 
 def find_folders(config: Config, prepared: Path | None) -> list[Path]:

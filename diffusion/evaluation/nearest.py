@@ -25,7 +25,7 @@ from diffusion.preparation.measures import perceptual_hash
 MAX_BITS = 4
 """Most bits of the perceptual hash in which a copy differs, as for duplicates of a preparation by default."""
 
-_BLOCK = 2**14
+_BLOCK = 2**13
 """References whose features are in memory at a time."""
 
 _QUERIES = 1024
@@ -198,9 +198,9 @@ def compare(
         indexes, _ = nearest(queries, features[order], num)
         for query, query_hash, near, row in zip(queries, query_hashes, indexes, found, strict=True):
             bits = np.bitwise_count(hashes ^ query_hash)
-            for place in {*order[near], order[bits[order].argmin()]}:
+            for place in {*map(int, order[near]), int(order[bits[order].argmin()])}:
                 distance = float(np.linalg.norm(features[place] - query))
-                row.add(Neighbour(distance, keys[place], start + int(place), int(bits[place])))
+                row.add(Neighbour(distance, keys[place], start + place, int(bits[place])))
             alike = min(row, key=lambda one: (one.bits, one))
             row.intersection_update({*heapq.nsmallest(num, row), alike})
     neighbours = [sorted(row) for row in found]

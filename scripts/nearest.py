@@ -1,0 +1,100 @@
+"""Find the nearest training images of generated ones, and name suspected copies.
+
+    python scripts/nearest.py IMAGES DATA --out FOLDER
+
+IMAGES is a folder as scripts/generate.py writes it, or any folder of images. DATA is a prepared data set, or a run that
+was trained on one. An image that is nearer to training than nearly all validation images is a suspected copy. FOLDER
+gets nearest.jsonl, a row per image, and nearest.html, which shows the images beside their neighbours.
+"""
+
+import argparse
+from pathlib import Path
+
+from diffusion.errors import ConfigurationError, MachineError
+from diffusion.launch import CommandParser, choose_device, positive, run_command
+
+
+def share(text: str) -> float:
+    """Read a number from 0 to 1, as the `type` of an argument."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is no share from 0 to 1")
+    return number
+
+
+def folder(text: str) -> Path:
+    """Read an existing folder, as the `type` of an argument."""
+    path = Path(text).expanduser()
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no folder")
+    return path
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = CommandParser(description=__doc__)
+    parser.add_argument("images", type=folder, metavar="IMAGES", help="folder of generated images")
+    parser.add_argument("data", type=folder, metavar="DATA", help="folder of a prepared data set, or of a run")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder for table and page")
+    parser.add_argument(
+        "--validation", type=folder, metavar="DATA2",
+        help="folder of images, or of prepared data, that were not trained on; default: the split `validation` of DATA",
+    )  # fmt: skip
+    parser.add_argument("--num", type=positive, default=3, help="neighbours of each image (default: 3)")
+    parser.add_argument(
+        "--quantile", type=share, default=0.01,
+        help="an image nearer than this share of the validation images is a suspected copy (default: 0.01)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--clip", metavar="FOLDER", help="compare by features of this CLIP model, for likeness of content; default: by "
+        "reduced pixels, which find copies",
+    )  # fmt: skip
+    parser.add_argument("--device", help="cpu, cuda ...; default: a GPU if available")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Open, compare, write."""
+    options = parse_arguments()
+    if options.out.exists() and not options.out.is_dir():
+        raise ConfigurationError(f"--out {options.out} is a file: give a folder")
+
+    import numpy as np
+    import torch
+
+    from diffusion.evaluation import nearest_report
+    from diffusion.evaluation.config import EvaluationConfig
+    from diffusion.evaluation.features import Clip
+    from diffusion.evaluation.images import image_files
+    from diffusion.evaluation.nearest import Pixels, compare, distances
+
+    images = nearest_report.open_images(options.images)
+    data = nearest_report.find_data(options.data)
+    training = nearest_report.open_training(data)
+    validation = nearest_report.open_validation(data, options.validation)
+    device = torch.device(choose_device(options.device))
+    network = Clip(options.clip, "--clip", local_files_only=True) if options.clip else Pixels()
+    config = EvaluationConfig(output_folder=str(options.out), batch_size=64)
+    comparison = compare(
+        image_files([image.path for image in images]), training, validation, network.to(device), config, device,
+        num=options.num, quantile=options.quantile,
+    )  # fmt: skip
+    try:
+        nearest_report.write_report(options.out, images, training, comparison, num=options.num, name=network.name)
+    except OSError as error:
+        raise MachineError(f"--out {options.out} cannot be written: {error.strerror}. Choose another folder") from error
+    copies = comparison.copies()
+    print(f"{len(copies)} of {len(images)} images are suspected copies of {len(training)} training images")
+    for number in copies[:10]:
+        near = next(filter(comparison.is_copy, comparison.neighbours[number]))
+        print(f"  {images[number].path.name} of {near.key}, distance {near.distance:.4f}")
+    for name, rows in {"generated": comparison.neighbours, "validation": comparison.validation}.items():
+        print(f"median distance to the nearest training image, {name}: {np.median(distances(rows)):.4f}")
+    print(f"suspected below {comparison.min_distance:.4f}; table and pairs: {options.out / nearest_report.PAGE}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(main))
