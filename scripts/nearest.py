@@ -8,6 +8,7 @@ gets nearest.jsonl, a row per image, and nearest.html, which shows the images be
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 from diffusion.errors import ConfigurationError, MachineError
@@ -86,6 +87,9 @@ def main() -> None:
         nearest_report.write_report(options.out, images, training, comparison, num=options.num, name=network.name)
     except OSError as error:
         raise MachineError(f"--out {options.out} cannot be written: {error.strerror}. Choose another folder") from error
+    if (few := len(validation)) * options.quantile < 1:
+        chance = f"about one in {few + 1} new images is nearer than all of them, and then suspected"
+        print(f"only {few} validation images: {chance}", file=sys.stderr)
     copies = comparison.copies()
     print(f"{len(copies)} of {len(images)} images are suspected copies of {len(training)} training images")
     for number in copies[:10]:
