@@ -57,7 +57,7 @@ from diffusion.config.schema import Config, Task
 from diffusion.config.training import Collectives, Decay, Device, OptimizerName, Parallelism, Precision
 from diffusion.datasets.batch import num_samples, split_batch
 from diffusion.datasets.dataset import TrainingDataset
-from diffusion.datasets.loader import train_loader, validation_dataset, validation_loader
+from diffusion.datasets.loader import stop_workers, train_loader, validation_dataset, validation_loader
 from diffusion.datasets.streams import Files
 from diffusion.distributed import agree, broadcast, on_first_rank
 from diffusion.errors import ConfigurationError, MachineError, PreemptedError, error_context
@@ -162,7 +162,11 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
         # Fit
         trainer = build_trainer(config, model, train_data, evaluator, loggers, callbacks, load_path, device)
         remove_downloads(storage)
-        fit(trainer, config, folder)
+        try:
+            fit(trainer, config, folder)
+        finally:
+            for data in (train_data, *(one.dataloader for one in trainer.state.evaluators)):
+                stop_workers(data.dataloader)
         return trainer
 
 

@@ -1,3 +1,4 @@
+import multiprocessing
 import time
 from itertools import chain
 from pathlib import Path
@@ -9,7 +10,14 @@ import torch
 
 from diffusion.config.data import Crop, ImageSize, Mixing, Representation, Shuffling, StreamConfig, ValidationConfig
 from diffusion.datasets.batch import BatchKey, CollateGroups, collate, split_batch
-from diffusion.datasets.loader import BatchLoader, share_of, train_loader, validation_dataset, validation_loader
+from diffusion.datasets.loader import (
+    BatchLoader,
+    share_of,
+    stop_workers,
+    train_loader,
+    validation_dataset,
+    validation_loader,
+)
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import ConfigurationError, DataError
 from tests.tools.written_data import data_config, smooth_image, tokenize, write_encoded, write_prepared
@@ -223,6 +231,17 @@ def test_a_worker_that_gives_nothing_ends_the_run(tmp_path: Path) -> None:
     loader = open_loader(root, "a", tokenize=never, num_workers=1, loader_timeout=1.0)
     with pytest.raises(DataError, match=r"1 s.* data\.loader_timeout"):
         addresses(loader)
+
+
+def test_stopped_workers_have_ended_and_another_pass_starts_new_ones() -> None:
+    loader = BatchLoader([1, 2], num_workers=2, persistent_workers=True)  # pyright: ignore[reportArgumentType]
+    before = {*multiprocessing.active_children()}
+    assert [int(one) for one in loader] == [1, 2]
+    assert len({*multiprocessing.active_children()} - before) == 2
+    stop_workers(loader)
+    assert not {*multiprocessing.active_children()} - before
+    assert [int(one) for one in loader] == [1, 2]
+    stop_workers(loader)
 
 
 def test_validation_data_is_read_in_order_without_dropping_or_drawing(tmp_path: Path) -> None:
