@@ -13,9 +13,10 @@ mkdir -p "$out"
 
 if [[ ${3:-gpu} == cpu ]]; then
   side=32
-  autoencoder=(yamls/tiny/autoencoder.yaml "trainer.max_duration=${VAE_STEPS:-3000}ba")
+  autoencoder=(yamls/tiny/autoencoder.yaml "trainer.max_duration=${VAE_STEPS:-3000}ba" schedule.warmup=0.05dur)
   transformer=(yamls/tiny/modern.yaml "trainer.max_duration=${STEPS:-3000}ba" model.text_encoder.chunks=2
-    "algorithms.ema={start: 0.5dur, decays: [0.99]}" "samples.prompts=[]" "data.caption_weights=[1, 0]")
+    "algorithms.ema={start: 0.5dur, decays: [0.99]}" "samples.prompts=[]" "data.caption_weights=[1, 0]"
+    schedule.warmup=0.05dur)
 else
   side=128
   autoencoder=(yamls/styles/autoencoder.yaml "trainer.max_duration=${VAE_STEPS:-1000}ba")
