@@ -5,7 +5,7 @@ Shape letters: R ranks, B samples of a batch on one rank.
 
 import logging
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -63,10 +63,10 @@ class BatchLoader(DataLoader):
             ) from error
 
 
-def stop_workers(loader: DataLoader) -> None:
+def stop_workers(loader: Iterable) -> None:
     """Stop the workers of a loader: with pinned memory, torch 2.11 waits 5 s for each at the end of the process."""
-    iterator: Any = loader._iterator
-    if iterator is not None:
+    if isinstance(loader, DataLoader) and loader._iterator is not None:
+        iterator: Any = loader._iterator
         loader._iterator = None
         iterator._shutdown_workers()
 
