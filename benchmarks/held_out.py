@@ -13,7 +13,7 @@ import argparse
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from diffusion.datasets.images import decode_rgb
-from diffusion.evaluation.images import PreparedSamples, list_images, read_image
+from diffusion.errors import DataError
+from diffusion.evaluation.images import PreparedSamples, read_image
+from diffusion.evaluation.nearest import nearest
+from diffusion.evaluation.nearest_report import open_images
 from diffusion.files import write_json
 from diffusion.launch import CommandParser, run_command
 
@@ -70,27 +72,37 @@ def main() -> None:
         lines = (json.dumps({"prompt": cell.caption}) for row in cells for cell in row)
         (options.out / "cells.jsonl").write_text("".join(f"{line}\n" for line in lines))
         return
-    images = [read_image(file) for file in list_images(options.images)]
-    result, nearest = score(drawings, images)
+    images, generated = ([read_image(one.path) for one in open_images(f)] for f in (options.images, options.cells))
+    if len(generated) != sum(map(len, cells)):
+        raise DataError(f"{options.cells} has {len(generated)} images: generate one for each of the prompts")
+    result, found = score(drawings, images)
     write_json(options.out / "held_out.json", result)
     print(json.dumps(result, indent=2))
-    generated = [read_image(file) for file in list_images(options.cells)]
     draw_grid(cells, generated).save(options.out / "grid.png")
-    draw_pairs(drawings, images, nearest).save(options.out / "pairs.png")
+    draw_pairs(drawings, images, found).save(options.out / "pairs.png")
 
 
 def read(root: Path, *, is_held_out: bool) -> Iterator[Drawing]:
-    """Read the drawings of a prepared data set, in its order."""
+    """Read the drawings of a prepared data set, in its order.
+
+    Raises:
+        DataError: one has no caption, concept or style.
+    """
     samples = PreparedSamples(root)
     for number in range(len(samples)):
-        sample = samples.sample(number)
+        sample, (key, image) = samples.sample(number, ["captions", "metadata"]), samples.keyed_image(number)
         about = sample["metadata"]
-        image = decode_rgb(sample["image"])
+        if not {"concept", "style"} <= about.keys() or not sample["captions"]:
+            raise DataError(f"{root}: {key} lacks a caption, or concept and style in its metadata")
         yield Drawing(about["concept"], about["style"], sample["captions"][0], image, is_held_out)
 
 
 def choose_cells(drawings: list[Drawing]) -> list[list[Drawing]]:
-    """Choose concepts by hash that exist in all styles, some held out: a row of drawings by style for each."""
+    """Choose concepts by hash that exist in all styles, some held out: a row of drawings by style for each.
+
+    Raises:
+        DataError: there is no such concept.
+    """
     styles = sorted({one.style for one in drawings})
     by_concept: dict[str, dict[str, Drawing]] = defaultdict(dict)
     for one in drawings:
@@ -100,6 +112,8 @@ def choose_cells(drawings: list[Drawing]) -> list[list[Drawing]]:
         for concept, row in by_concept.items()
         if len(row) == len(styles) and any(one.is_held_out for one in row.values())
     ]
+    if not complete:
+        raise DataError("no concept exists in all styles and was held out in one: a grid needs one")
     complete.sort(key=lambda concept: hashlib.sha256(concept.encode()).digest())
     return [[by_concept[concept][style] for style in styles] for concept in complete[:NUM_CONCEPTS]]
 
@@ -109,38 +123,38 @@ def score(drawings: list[Drawing], images: list[Image.Image]) -> tuple[dict[str,
 
     Returns:
         Shares in percent, and for each image the number of the nearest drawing of training.
+
+    Raises:
+        DataError: there is not one image for each held-out drawing.
     """
     asked = [number for number, one in enumerate(drawings) if one.is_held_out]
+    trained = [number for number, one in enumerate(drawings) if not one.is_held_out]
     if len(images) != len(asked):
-        raise ValueError(f"{len(images)} images for {len(asked)} held-out drawings")
-    distances = _distances(images, [one.image for one in drawings])
-    first = distances.argmin(axis=1)
-    to_training = distances.copy()
-    to_training[:, asked] = np.inf
-    nearest = to_training.argmin(axis=1)
+        raise DataError(f"there are {len(images)} images for {len(asked)} held-out drawings: generate one for each")
+    queries, references = reduced(images), reduced([one.image for one in drawings])
+    own = np.linalg.norm(queries - references[asked], axis=1)
+    indexes, distances = nearest(queries, references[trained], 1)
+    others, _ = nearest(queries, references[asked], 1)
+    first = (others[:, 0] == np.arange(len(asked))) & (own <= distances[:, 0])
+    found = np.array(trained)[indexes[:, 0]]
+    pairs = [(drawings[number], drawings[near]) for number, near in zip(asked, found, strict=True)]
 
-    def share(matches: Any) -> float:
+    def share(matches: Iterable[bool]) -> float:
         return round(100 * float(np.mean(list(matches))), 1)
 
-    pairs = [(drawings[number], drawings[found]) for number, found in zip(asked, nearest, strict=True)]
-    # Of the drawings that a model could confuse with what was asked for: the same concept in other styles, and others.
     result = {
         "images": len(images),
-        "nearest of all drawings is the held-out one, %": share(first == np.array(asked)),
+        "nearest of all drawings is the held-out one, %": share(first),
         "nearest training drawing has the style, %": share(a.style == b.style for a, b in pairs),
         "nearest training drawing has the concept, %": share(a.concept == b.concept for a, b in pairs),
     }
-    return result, nearest
+    return result, found
 
 
-def _distances(images: list[Image.Image], drawings: list[Image.Image]) -> NDArray[np.float32]:
-    """Euclidean distances of the pixels at a low resolution."""
-    a, b = (
-        np.stack([np.asarray(one.resize((SIDE, SIDE), Image.Resampling.BOX), np.float32).ravel() / 255 for one in some])
-        for some in (images, drawings)
-    )
-    squares = (a**2).sum(1)[:, None] + (b**2).sum(1)[None] - 2 * a @ b.T
-    return np.sqrt(squares.clip(0))
+def reduced(images: list[Image.Image]) -> NDArray[np.float32]:
+    """Pixels at a low resolution, float32 [N, 3 S S]."""
+    pixels = [np.asarray(one.resize((SIDE, SIDE), Image.Resampling.BOX), np.float32).ravel() / 255 for one in images]
+    return np.stack(pixels)
 
 
 def draw_grid(cells: list[list[Drawing]], generated: list[Image.Image]) -> Image.Image:
@@ -162,7 +176,7 @@ def draw_grid(cells: list[list[Drawing]], generated: list[Image.Image]) -> Image
 
 
 def draw_pairs(
-    drawings: list[Drawing], images: list[Image.Image], nearest: NDArray[np.int64], num: int = 48, columns: int = 4
+    drawings: list[Drawing], images: list[Image.Image], found: NDArray[np.int64], num: int = 48, columns: int = 4
 ) -> Image.Image:
     """Draw, for every so many held-out pairs: the generated image, the held-out drawing, the nearest of training."""
     held_out = [one for one in drawings if one.is_held_out]
@@ -171,7 +185,7 @@ def draw_pairs(
     sheet = Image.new("RGB", (columns * (3 * side + gap), -(-len(chosen) // columns) * (side + gap)), "white")
     for place, number in enumerate(chosen):
         x, y = place % columns * (3 * side + gap), place // columns * (side + gap)
-        for k, image in enumerate((images[number], held_out[number].image, drawings[nearest[number]].image)):
+        for k, image in enumerate((images[number], held_out[number].image, drawings[found[number]].image)):
             sheet.paste(image.resize((side, side)), (x + k * side, y))
     return sheet
 

@@ -10,6 +10,8 @@ set -euo pipefail
 styles=$(realpath "$1") out=$(realpath -m "$2")
 cd "$(dirname "$0")/.."
 mkdir -p "$out"
+: > "$out/seconds.txt"
+trap 'kill $(jobs -p) 2> /dev/null || true' EXIT
 
 if [[ ${3:-gpu} == cpu ]]; then
   side=32
@@ -36,7 +38,7 @@ both() {  # the same for training and held-out drawings: COMMAND, which gets the
   wait $!
 }
 prepare() {
-  [[ ! -f $out/$1/manifest.json ]] || return 0  # carried along
+  [[ ! -f $out/$1/manifest.json ]] || return 0  # prepared before
   local tars=train
   [[ $1 == training ]] || tars=heldout
   python scripts/prepare.py "$styles/$tars"-*.tar "$out/$1" --edges "$side" --quiet --no-report

@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from diffusion.errors import ConfigurationError, MachineError
+from diffusion.errors import MachineError
 from diffusion.launch import CommandParser, choose_device, positive, run_command
 
 
@@ -60,9 +60,6 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Open, compare, write."""
     options = parse_arguments()
-    if options.out.exists() and not options.out.is_dir():
-        raise ConfigurationError(f"--out {options.out} is a file: give a folder")
-
     import numpy as np
     import torch
 
@@ -79,6 +76,10 @@ def main() -> None:
     device = torch.device(choose_device(options.device))
     network = Clip(options.clip, "--clip", local_files_only=True) if options.clip else Pixels()
     config = EvaluationConfig(output_folder=str(options.out), batch_size=64)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MachineError(f"--out {options.out} cannot be made: {error.strerror}. Choose another folder") from error
     comparison = compare(
         image_files([image.path for image in images]), training, validation, network.to(device), config, device,
         num=options.num, quantile=options.quantile,
@@ -87,7 +88,7 @@ def main() -> None:
         nearest_report.write_report(options.out, images, training, comparison, num=options.num, name=network.name)
     except OSError as error:
         raise MachineError(f"--out {options.out} cannot be written: {error.strerror}. Choose another folder") from error
-    if (few := len(validation)) * options.quantile < 1:
+    if (few := len(validation)) * options.quantile < 1 and options.quantile:
         chance = f"about one in {few + 1} new images is nearer than all of them, and then suspected"
         print(f"only {few} validation images: {chance}", file=sys.stderr)
     copies = comparison.copies()

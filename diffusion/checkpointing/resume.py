@@ -4,9 +4,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
-from functools import reduce
-from operator import getitem
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -309,12 +307,12 @@ def check_changes(config: Config, checkpoint: Path, name: str) -> None:
 
 def with_kept_settings(config: Config, checkpoint: Path) -> Config:
     """Replace settings without effect on a resumption by those of the checkpoint, which records are to name."""
-    values = to_dict(config)
-    for key, was, _ in _differences(yaml.safe_load(read_config(checkpoint)), values):
-        if effect_of(key) is Effect.kept:
-            *sections, name = key.split(".")
-            reduce(getitem, sections, values)[name] = was
-    return from_dict(Config, values, str(checkpoint))
+    before = yaml.safe_load(read_config(checkpoint))
+    autoencoder = {key: value for key, value in before.get("autoencoder", {}).items() if key == "initial_logvar"}
+    values = {"init_from": before.get("init_from"), "autoencoder": autoencoder}
+    kept = from_dict(Config, values, str(checkpoint))
+    logvar = kept.autoencoder.initial_logvar
+    return replace(config, init_from=kept.init_from, autoencoder=replace(config.autoencoder, initial_logvar=logvar))
 
 
 def _differences(

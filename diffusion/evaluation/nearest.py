@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
+from diffusion.errors import ConfigurationError
 from diffusion.evaluation.config import EvaluationConfig
 from diffusion.evaluation.features import FeatureNetwork, extract_features
 from diffusion.evaluation.images import Images, PreparedSamples
@@ -60,7 +61,7 @@ def nearest(queries: Array, references: Array, num: int = 3) -> tuple[NDArray[np
     Args:
         queries: [N, D].
         references: [M, D].
-        num: K, at most M.
+        num: K; M, if there are fewer references.
 
     Returns:
         Indexes int64 [N, K], and Euclidean distances float32 [N, K], ascending.
@@ -123,7 +124,9 @@ class Comparison:
     have such hashes, too, as those of plain drawings."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "min_distance", float(np.quantile(distances(self.validation), self.quantile)))
+        ascending = np.sort(distances(self.validation))
+        rank = min(max(int(self.quantile * (len(ascending) + 1)), 1), len(ascending))
+        object.__setattr__(self, "min_distance", float(ascending[rank - 1]))
         bits = np.array([min(near.bits for near in row) for row in self.validation])
         shares = [float(np.mean(bits <= limit)) for limit in range(MAX_BITS + 1)]
         object.__setattr__(self, "max_bits", sum(share <= self.quantile for share in shares) - 1)
@@ -153,7 +156,7 @@ def compare(
     num: int = 3,
     quantile: float = 0.01,
 ) -> Comparison:
-    """Compare images with the training images of a data set; removed samples are left out.
+    """Compare the centre squares of images and of a data set's training images; removed samples are left out.
 
     Args:
         images: the images, one or more.
@@ -166,18 +169,20 @@ def compare(
         quantile: quantile of the validation images' distances below which an image is a suspected copy.
 
     Raises:
+        ConfigurationError: validation images are among the training images.
         DataError: an image cannot be decoded.
     """
 
-    def measure(num: int, read: Callable[[int], Image.Image], label: str) -> tuple[Array, NDArray[np.uint64]]:
-        hashes = np.empty(num, np.uint64)
+    def measure(num_images: int, read: Callable[[int], Image.Image], label: str) -> tuple[Array, NDArray[np.uint64]]:
+        hashes = np.empty(num_images, np.uint64)
 
         def hashed(index: int) -> Image.Image:
             image = read(index)
-            hashes[index] = perceptual_hash(image)
-            return image
+            square = ImageOps.fit(image, (min(image.size),) * 2)
+            hashes[index] = perceptual_hash(square)
+            return square
 
-        features = extract_features(network, Images(num, hashed), config, device, label)
+        features = extract_features(network, Images(num_images, hashed), config, device, label)
         assert features is not None
         return features, hashes
 
@@ -204,4 +209,9 @@ def compare(
             alike = min(row, key=lambda one: (one.bits, one))
             row.intersection_update({*heapq.nsmallest(num, row), alike})
     neighbours = [sorted(row) for row in found]
-    return Comparison(neighbours=neighbours[: len(images)], validation=neighbours[len(images) :], quantile=quantile)
+    comparison = Comparison(
+        neighbours=neighbours[: len(images)], validation=neighbours[len(images) :], quantile=quantile
+    )
+    if comparison.min_distance == 0:
+        raise ConfigurationError("validation images are among the training images: give --validation others")
+    return comparison

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from omegaconf import MISSING
 from PIL import Image
 
 from diffusion.datasets.manifest import ENCODED, MANIFEST, SPLITS, PreparedManifest
@@ -52,10 +53,10 @@ def find_data(folder: Path) -> Path:
     """
     root = folder
     if is_run(folder):
-        local = read_config(folder).data.local
-        if local is None:
-            raise ConfigurationError(f"{folder} names no local folder of its data: give that of the prepared data set")
-        root = Path(local).expanduser()
+        data = read_config(folder).data
+        if data.local == MISSING or data.remote or any(one.local or one.remote for one in data.streams):
+            raise ConfigurationError(f"{folder} was not trained on one local data set: give a prepared one")
+        root = Path(data.local).expanduser()
     if root.name in SPLITS and (root.parent / MANIFEST).is_file():
         root = root.parent
     manifest = root / MANIFEST
