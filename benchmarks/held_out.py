@@ -152,9 +152,8 @@ def score(drawings: list[Drawing], images: list[Image.Image]) -> tuple[dict[str,
 
 
 def reduced(images: list[Image.Image]) -> NDArray[np.float32]:
-    """Pixels at a low resolution, float32 [N, 3 S S]."""
-    pixels = [np.asarray(one.resize((SIDE, SIDE), Image.Resampling.BOX), np.float32).ravel() / 255 for one in images]
-    return np.stack(pixels)
+    """Pixels at a low resolution, 0 to 255: float32 [N, 3 S S]."""
+    return np.stack([np.asarray(one.resize((SIDE, SIDE), Image.Resampling.BOX), np.float32).ravel() for one in images])
 
 
 def draw_grid(cells: list[list[Drawing]], generated: list[Image.Image]) -> Image.Image:

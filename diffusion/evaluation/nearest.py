@@ -178,7 +178,8 @@ def compare(
 
         def hashed(index: int) -> Image.Image:
             image = read(index)
-            square = ImageOps.fit(image, (min(image.size),) * 2)
+            side = min(image.size)
+            square = ImageOps.fit(image, (side, side))
             hashes[index] = perceptual_hash(square)
             return square
 
