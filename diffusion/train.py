@@ -162,11 +162,7 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
         # Fit
         trainer = build_trainer(config, model, train_data, evaluator, loggers, callbacks, load_path, device)
         remove_downloads(storage)
-        try:
-            fit(trainer, config, folder)
-        finally:
-            for data in (train_data, *(one.dataloader for one in trainer.state.evaluators)):
-                stop_workers(data.dataloader)
+        fit(trainer, config, folder)
         return trainer
 
 
@@ -542,7 +538,7 @@ def fit(trainer: Trainer, config: Config, folder: Path) -> None:
     step = trainer.state.timestamp.batch.value
     if has_ended(trainer) and is_finished(folder, step):
         log.info("run %s has reached its end (%d) before; nothing is left to do", config.run_name, step)
-        trainer.close()
+        _close(trainer)
         return
     agree(lambda: record_config(folder, config))
     try:
@@ -551,7 +547,15 @@ def fit(trainer: Trainer, config: Config, folder: Path) -> None:
         else:
             trainer.fit()
     except (PreemptedError, BudgetSpentError):
-        trainer.close()
+        _close(trainer)
         raise
     mark_finished(folder, trainer.state.timestamp.batch.value)
+    _close(trainer)
+
+
+def _close(trainer: Trainer) -> None:
+    """Close the Trainer and stop its loaders' workers; after an error they end with the process, behind its message."""
     trainer.close()
+    state = trainer.state
+    for loader in (state.train_dataloader, *(one.dataloader.dataloader for one in state.evaluators)):
+        stop_workers(loader)

@@ -63,7 +63,7 @@ class BatchLoader(DataLoader):
             ) from error
 
 
-def stop_workers(loader: Iterable) -> None:
+def stop_workers(loader: Iterable | None) -> None:
     """Stop the workers of a loader: with pinned memory, torch 2.11 waits 5 s for each at the end of the process."""
     if isinstance(loader, DataLoader) and loader._iterator is not None:
         iterator: Any = loader._iterator

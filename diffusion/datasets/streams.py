@@ -105,7 +105,7 @@ def locate_streams(
 
 
 def located_streams(config: Config) -> list[tuple[StreamConfig, StreamLocation]]:
-    """The streams of `data`, unless a plug-in takes their place, and `validation`, without those at `???`."""
+    """Locate the streams of `data`, unless a plug-in takes their place, and `validation`, without those at `???`."""
     data, validation, sections = config.data, config.validation, {}
     if config.plugins.train_dataset is None and isinstance(data.streams, list):
         sections["data"] = data, data.streams

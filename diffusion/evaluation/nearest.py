@@ -1,4 +1,4 @@
-"""Nearest training images of generated ones, to tell learning from remembering.
+"""Nearest training images of generated ones, among which copies stand out.
 
 Validation images come from the same source, but were not trained on: a generated image that is nearer to training than
 nearly all of them is a suspected copy.
@@ -24,7 +24,7 @@ from diffusion.evaluation.statistics import Array
 from diffusion.preparation.measures import perceptual_hash
 
 MAX_BITS = 4
-"""Most bits of the perceptual hash in which a copy differs, as for duplicates of a preparation by default."""
+"""Maximum difference of the perceptual hashes of a copy, as for duplicates of a preparation by default."""
 
 _BLOCK = 2**13
 """References whose features are in memory at a time."""
@@ -92,11 +92,11 @@ class Neighbour:
 
     distance: float
 
-    key: str
-    """Key of its sample."""
-
     number: int
     """Number of its sample."""
+
+    key: str
+    """Key of its sample."""
 
     bits: int
     """Bits in which the perceptual hashes differ."""
@@ -107,11 +107,10 @@ class Comparison:
     """Generated and validation images, compared with training images."""
 
     neighbours: list[list[Neighbour]]
-    """Of each generated image, ascending: the nearest ones, and the one of the most similar perceptual hash if that is
-    not among them."""
+    """Neighbours of each generated image, ascending: the nearest, and the one of the most similar perceptual hash."""
 
     validation: list[list[Neighbour]]
-    """The same of each validation image."""
+    """Neighbours of each validation image."""
 
     quantile: float
     """Share of the validation images that would be suspected by their distance, and by their hash, at most."""
@@ -200,13 +199,12 @@ def compare(
             return image
 
         features, hashes = measure(min(_BLOCK, len(training) - start), read, "training")
-        order = np.array(sorted(range(len(keys)), key=keys.__getitem__))
-        indexes, _ = nearest(queries, features[order], num)
+        indexes, _ = nearest(queries, features, num)
         for query, query_hash, near, row in zip(queries, query_hashes, indexes, found, strict=True):
             bits = np.bitwise_count(hashes ^ query_hash)
-            for place in {*map(int, order[near]), int(order[bits[order].argmin()])}:
+            for place in {*near.tolist(), int(bits.argmin())}:
                 distance = float(np.linalg.norm(features[place] - query))
-                row.add(Neighbour(distance, keys[place], start + place, int(bits[place])))
+                row.add(Neighbour(distance, start + place, keys[place], int(bits[place])))
             alike = min(row, key=lambda one: (one.bits, one))
             row.intersection_update({*heapq.nsmallest(num, row), alike})
     neighbours = [sorted(row) for row in found]

@@ -110,7 +110,7 @@ def write_report(
     """Write `nearest.jsonl` and `nearest.html`, each atomically.
 
     Args:
-        out: folder of the files.
+        out: folder of the files, which exists.
         images: the images that were compared.
         training: the training images that they were compared with.
         comparison: its result.
@@ -129,7 +129,6 @@ def write_report(
         }
         for image, nearest in zip(images, listed, strict=True)
     ]
-    out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / TABLE, "".join(json.dumps(row) + "\n" for row in rows))
     order = sorted(range(len(rows)), key=lambda i: (not rows[i]["is_copy"], listed[i][0].distance))
     pairs = [

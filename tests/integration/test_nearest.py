@@ -119,8 +119,8 @@ def test_validation_images_may_be_a_folder(run, data, generated, tmp_path, capsy
 
 def test_the_hash_counts_only_where_validation_images_have_none_like_it():
     def comparison(num_alike: int) -> Comparison:
-        validation = [[Neighbour(0.4, "b", 1, 0 if i < num_alike else 20)] for i in range(100)]
-        return Comparison(neighbours=[[Neighbour(0.5, "a", 0, 3)]], validation=validation, quantile=0.01)
+        validation = [[Neighbour(0.4, 1, "b", 0 if i < num_alike else 20)] for i in range(100)]
+        return Comparison(neighbours=[[Neighbour(0.5, 0, "a", 3)]], validation=validation, quantile=0.01)
 
     assert comparison(1).copies() == [0]
     assert comparison(2).copies() == []
