@@ -76,11 +76,11 @@ class Task(Steps):
         self.vae, self.settings, self.quick = vae, settings, quick
         self.calibration = (2, 6) if quick else CALIBRATION
 
-    def prepare(self, yaml: str, config: Config) -> tuple[Path, Path]:
+    def prepare(self, yaml: str, config: Config) -> tuple[Path | None, Path]:
         """Draw and prepare the images, train the VAE and encode for a recipe, unless it was done.
 
         Returns:
-            The folder of the VAE, and that of the latents.
+            The folder of the VAE, and that of the latents; None and that of the images for a recipe on pixels.
         """
         source, prepared, autoencoder = self.out / "source", self.out / "prepared", self.out / "autoencoder"
         images = ["--num-images", str(300 if self.quick else NUM_IMAGES), "--shares", *SHARES]
@@ -89,6 +89,8 @@ class Task(Steps):
         options = ["--edges", "32", "64", "--validation-fraction", "0.05", "--workers", "2"]
         self.run("prepare", [sys.executable, "scripts/prepare.py", *layouts, str(prepared), *options])
         data = [f"data.local={prepared}/train", f"validation.local={prepared}/validation"]
+        if config.model.architecture.is_pixel:
+            return None, prepared
         if self.vae is None:
             train = ["run.py", "yamls/tiny/autoencoder.yaml", f"output_folder={autoencoder}", *data, VAE_LENGTH]
             self.run("autoencoder", [*COMPOSER, *train, *(QUICK if self.quick else [])])
@@ -105,14 +107,14 @@ class Task(Steps):
 
     def train(self, yaml: str, overrides: Sequence[str], folder: Path, steps: int, seed: int) -> dict[str, Any]:
         """Train and return what `benchmarks.runs.Meter` wrote."""
-        vae, latents = self.prepare(yaml, load(Config, yaml, overrides))
+        vae, encoded = self.prepare(yaml, load(Config, yaml, overrides))
         meter = folder.with_suffix(".json")
         arguments = f"{{path: '{meter}', calibration: {list(self.calibration)}}}"
         settings = [
             f"output_folder={folder}",
-            f"model.vae={vae}",
-            f"data.local={latents}/train",
-            f"validation.local={latents}/validation",
+            f"model.vae={vae or 'null'}",
+            f"data.local={encoded}/train",
+            f"validation.local={encoded}/validation",
             f"trainer.max_duration={steps}ba",
             f"trainer.eval_interval={steps}ba",
             f"trainer.save_interval={steps}ba",

@@ -46,7 +46,7 @@ class ResidentLatents(Dataset):
     def __init__(self, architecture: str, resolution: int, *, num_chunks: int = 1, stores_text: bool = False) -> None:
         spec = ARCHITECTURES[Architecture(architecture)]
         side, generator = resolution // spec.vae_factor, torch.Generator().manual_seed(0)
-        shape = (NUM_DIFFERENT, spec.vae["latent_channels"], side, side)
+        shape = (NUM_DIFFERENT, spec.network["in_channels"], side, side)
         self.means = torch.randn(shape, generator=generator).half()
         self.logvar = torch.full(shape[1:], -8.0).half()
         self.token_ids = _random_captions(spec, num_chunks, generator)

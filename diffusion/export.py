@@ -13,6 +13,7 @@ from enum import Enum
 from pathlib import Path
 
 import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from huggingface_hub import HfApi, ModelCardData, constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
@@ -22,6 +23,7 @@ from torch import Tensor
 from diffusion.checkpointing.layout import batch_of
 from diffusion.config.frozen import FrozenPaths
 from diffusion.config.loading import to_public_yaml
+from diffusion.config.model import ModelConfig
 from diffusion.config.schema import Config, Task
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import ConfigurationError, DataError, MachineError, error_context, first_line
@@ -32,13 +34,13 @@ from diffusion.loading import OTHER_PATHS, Trained, read_trained
 from diffusion.models.architectures import ARCHITECTURES, build_network
 from diffusion.models.ingredients import find_ingredients
 from diffusion.models.ingredients.lora import has_lora, kohya_layout, write_lora
+from diffusion.models.latents import LatentScaling
 from diffusion.models.ldm_layout import single_file, unet_names
 from diffusion.models.model_folders import hub_unavailable_reason
 from diffusion.models.networks import Network
 from diffusion.models.pretrained import (
     SCHEDULER_KEY,
     FrozenParts,
-    LatentScaling,
     fold_scaling,
     load_frozen_parts,
     write_pipeline,
@@ -185,7 +187,9 @@ def _single_file(trained: Trained, layout: ExportLayout) -> dict[str, Tensor]:
     network, frozen = _parts(trained)
     assert isinstance(network, UNet2DConditionModel)
     # Its readers know no factor but that of the architecture.
-    factor, vae = spec.vae["scaling_factor"], frozen.vae
+    vae = frozen.vae
+    assert isinstance(vae, AutoencoderKL) and spec.vae is not None
+    factor = spec.vae["scaling_factor"]
     if frozen.latent_scaling != LatentScaling.of_factor(factor):
         vae = fold_scaling(vae, frozen.latent_scaling, factor)
     text_encoder = frozen.text_encoder
@@ -221,7 +225,7 @@ def _write_pipeline(folder: Path, trained: Trained) -> None:
         frozen=frozen,
         resolution=config.data.resolution,
         scheduler=exported_scheduler(build_noise_scheduler(config.objective)),
-        scaling_factor=ARCHITECTURES[config.model.architecture].vae["scaling_factor"],
+        scaling_factor=(ARCHITECTURES[config.model.architecture].vae or {}).get("scaling_factor", 1.0),
     )
 
 
@@ -268,7 +272,7 @@ def model_card(
     sections = [
         f"---\n{header.to_yaml()}\n---\n\n# {config.run_name}\n",
         _origin(trained, scores),
-        USE_OF_LORA if is_lora else USE_OF_OWN_ENCODING if has_own_encoding(config.model) else USE,
+        USE_OF_LORA if is_lora else _use(config.model),
         f"## Licences\n\n- model: {licences.model}\n- data: {licences.data}\n",
         _data(config, prepared),
         _evaluations(trained),
@@ -279,6 +283,9 @@ def model_card(
 
 OWN_FOLDER = '"FOLDER"'
 """In the examples of a card."""
+
+NO_BINNING = ", use_resolution_binning=False"
+"""Argument of PRXPixelPipeline for other sizes than those around 1024 px."""
 
 USE = """## Use
 
@@ -314,6 +321,11 @@ pipeline.load_lora_weights("FOLDER", weight_name="pytorch_lora_weights.safetenso
 image = pipeline("a prompt", guidance_scale=3.0).images[0]
 ```
 """
+
+
+def _use(config: ModelConfig) -> str:
+    use = USE_OF_OWN_ENCODING if has_own_encoding(config) else USE
+    return use.replace("=3.0)", f"=3.0{NO_BINNING})") if config.architecture.is_pixel else use
 
 
 def _origin(trained: Trained, scores: Mapping[str, float]) -> str:

@@ -76,6 +76,8 @@ def model_config(options: argparse.Namespace) -> ModelConfig:
         config = ModelConfig(architecture=Architecture(options.architecture))
     else:
         raise ConfigurationError("choose the model: --config YAML, or --architecture with --pretrained and --vae")
+    if config.architecture.is_pixel:
+        raise ConfigurationError(f"{config.architecture.value} works on pixels, and has nothing to encode")
     config = frozen_paths(options).applied(config)
     if "pretrained" in missing_keys(config):
         raise ConfigurationError(f"{options.config}: model.pretrained is missing: add --pretrained FOLDER")

@@ -62,21 +62,23 @@ def main(launcher: Callable[[int], list[str]] | None = None) -> None:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     data = make_data(out / "data", RESOLUTION)
-    is_transformer = settings.architecture.is_transformer
+    is_transformer, is_pixel = settings.architecture.is_transformer, settings.architecture.is_pixel
+    transformer = "tiny_pixel_transformer" if is_pixel else "tiny_transformer"
     model = (
-        f"model.architecture={'tiny_transformer' if is_transformer else 'tiny'}",
+        f"model.vae={'null' if is_pixel else data / 'vae'}",
+        f"model.architecture={transformer if is_transformer else 'tiny'}",
         f"model.network={SMALL_TRANSFORMER if is_transformer else SMALL_UNET}",
     )
     recipe = Recipe(
         yaml=arguments.yaml.resolve(),
-        overrides=(f"seed={arguments.seed + 17}", f"model.vae={data / 'vae'}", *model, *SETTINGS, *arguments.overrides),
+        overrides=(f"seed={arguments.seed + 17}", *model, *SETTINGS, *arguments.overrides),
         num_steps=arguments.steps,
         root=out,
         seed=arguments.seed,
         launcher=launcher or composer,
     )
     specs = product() if arguments.full else short_set() if arguments.short else covering_set()
-    if settings.alignment is not None or settings.text_encoder != TextEncoderConfig():
+    if is_pixel or settings.alignment is not None or settings.text_encoder != TextEncoderConfig():
         specs = [*dict.fromkeys(replace(spec, representation="images") for spec in specs)]
     references, comparisons = {}, []
     for i, spec in enumerate(specs):

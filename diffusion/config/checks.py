@@ -14,7 +14,7 @@ from diffusion.config.data import ImageSize, Representation, group_size, image_s
 from diffusion.config.documentation import find_field
 from diffusion.config.fields import CHECK, LocationLimits, parse_time, section_problems
 from diffusion.config.loading import leaves, missing_keys, to_dict
-from diffusion.config.model import AttentionBackend, Compilation
+from diffusion.config.model import AttentionBackend, Compilation, PredictionType
 from diffusion.config.schema import Config, Task
 from diffusion.config.training import Decay, Device, OptimizerName, Parallelism, Precision
 from diffusion.errors import ConfigurationError, MachineError, raise_all
@@ -138,6 +138,8 @@ def _tasks(config: Config) -> Iterator[str]:
             "performance.attention is flash, which takes no mask, and a transformer masks the padding of captions. Set "
             "performance.attention=auto."
         )
+    if config.task is Task.diffusion and config.model.architecture.is_pixel:
+        yield from _pixels(config)
     if unknown := sorted(config.samples.scores.keys() - {*config.model.score_names}):
         yield (
             f"samples.scores has {', '.join(unknown)}, and model.score_conditioning has no such column. Remove it, or "
@@ -154,6 +156,8 @@ def _tasks(config: Config) -> Iterator[str]:
         return
     if config.trainer.parallelism is not Parallelism.ddp:
         yield "task is autoencoder, and the VAE is not sharded. Set trainer.parallelism=ddp."
+    if config.model.architecture.is_pixel:
+        yield "task is autoencoder, and model.architecture works on pixels. Set model.architecture=stable_diffusion_2."
     if config.data.representation is Representation.latents:
         yield "task is autoencoder, and the VAE is trained on images. Set data.representation=images."
     if config.optimizer.name is not OptimizerName.adamw:
@@ -163,6 +167,14 @@ def _tasks(config: Config) -> Iterator[str]:
             "task is autoencoder, whose latents are measured on data.streams after the training, also with "
             "plugins.train_dataset. Set data.local and data.streams."
         )
+
+
+def _pixels(config: Config) -> Iterator[str]:
+    start = f"model.architecture is {config.model.architecture.value}, which works on pixels"
+    if config.data.representation is Representation.latents:
+        yield f"{start}, and data.representation is latents. Set data.representation=images."
+    if config.objective.prediction_type is not PredictionType.flow:
+        yield f"{start} and predicts images of rectified flow. Set objective.prediction_type=flow."
 
 
 def _times(config: Config) -> Iterator[str]:

@@ -22,9 +22,12 @@ class Architecture(str, Enum):
     transformer_s = "transformer_s"
     transformer_m = "transformer_m"
     transformer_l = "transformer_l"
+    pixel_transformer_m = "pixel_transformer_m"
+    pixel_transformer_l = "pixel_transformer_l"
     tiny = "tiny"
     tiny_xl = "tiny_xl"
     tiny_transformer = "tiny_transformer"
+    tiny_pixel_transformer = "tiny_pixel_transformer"
 
     @property
     def is_tiny(self) -> bool:
@@ -35,6 +38,11 @@ class Architecture(str, Enum):
     def is_transformer(self) -> bool:
         """Return whether the network is a transformer; otherwise it is a U-Net."""
         return "transformer" in self.value
+
+    @property
+    def is_pixel(self) -> bool:
+        """Return whether the network works on pixels, without a VAE."""
+        return "pixel" in self.value
 
     @property
     def is_extended(self) -> bool:
@@ -109,7 +117,8 @@ class ArchitectureConfig:
     `frozen_seed`, for the tiny families only, unless `vae` and `text_encoder.path` are set."""
 
     vae: str | None = location(None)
-    """Folder (diffusers layout) of a VAE that replaces that of `pretrained`, such as one trained here."""
+    """Folder (diffusers layout) of a VAE that replaces that of `pretrained`, such as one trained here. Null for
+    architectures on pixels, which have none."""
 
     local_files_only: bool = False
     """Never download from the hub; fail if the weights are not on this machine."""
@@ -132,12 +141,17 @@ class ArchitectureConfig:
         """Frozen parts without weights; none of a tiny family, which has random ones."""
         if self.architecture.is_tiny or self.pretrained:
             return []
-        parts = {"VAE": self.vae, "text encoder": self.text_encoder.path}
+        parts = {"VAE": self.vae or self.architecture.is_pixel, "text encoder": self.text_encoder.path}
         return [part for part, path in parts.items() if not path]
 
     def problems(self, key: str) -> Iterator[str]:
         """Describe wrong relations."""
         text = self.text_encoder
+        if self.architecture.is_pixel and self.vae is not None:
+            yield (
+                f"{key}.vae is set with {key}.architecture {self.architecture.value}, which works on pixels. Set "
+                f"{key}.vae=null, or choose another architecture."
+            )
         if self.architecture.is_extended and (text.path is not None or text.chunks > 1):
             yield (
                 f"{key}.text_encoder is set with {key}.architecture {self.architecture.value}, which takes the vectors "
@@ -170,7 +184,8 @@ class ObjectiveConfig:
     """The training objective."""
 
     prediction_type: PredictionType = PredictionType.epsilon
-    """Target of the network (v_prediction: Salimans and Ho 2022, section 2.4; flow: noise less latents)."""
+    """Target of the network (v_prediction: Salimans and Ho 2022, section 2.4; flow: noise less latents, which an
+    architecture on pixels computes from the image that its network gives)."""
 
     flow: FlowConfig = field(default_factory=FlowConfig)
     """Without effect for other prediction types."""
@@ -191,7 +206,7 @@ class ObjectiveConfig:
     """Probability that a caption is replaced by the empty caption during training."""
 
     posterior: Posterior = Posterior.sample
-    """Sample of the VAE's posterior, or its mean."""
+    """Sample of the VAE's posterior, or its mean; without effect for pixels."""
 
     def problems(self, key: str) -> Iterator[str]:
         """Describe wrong relations."""

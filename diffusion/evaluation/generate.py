@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from diffusion.checkpointing.find import resolve_checkpoint
@@ -156,7 +156,7 @@ class PipelineGenerator(Generator):
     """Generator from a text-to-image pipeline of diffusers, with the samplers of this package.
 
     Args:
-        folder: Stable Diffusion, SDXL or PRX in the diffusers layout.
+        folder: Stable Diffusion, SDXL, PRX or PRXPixel in the diffusers layout.
         device: device of the pipeline.
 
     Raises:
@@ -176,14 +176,15 @@ class PipelineGenerator(Generator):
         if hasattr(pipeline, "text_encoder_2"):
             text_encoder = DualTextEncoder(text_encoder, pipeline.text_encoder_2)
             pipeline.watermark = None
-        self.is_prx = hasattr(pipeline, "transformer")
+        self.is_prx, self.is_pixel = hasattr(pipeline, "transformer"), not hasattr(pipeline, "vae")
         network = pipeline.transformer if self.is_prx else pipeline.unet
-        self.identity = text_hash(" ".join(map(module_identity, (network, pipeline.vae, text_encoder))))
+        vae = nn.Identity() if self.is_pixel else pipeline.vae
+        self.identity = text_hash(" ".join(map(module_identity, (network, vae, text_encoder))))
         self.pipeline, self.device = pipeline.to(device), device
         self.vae_factor, self.num_channels = pipeline.vae_scale_factor, network.config.in_channels
         self.side_factor = self.vae_factor * patch_size_of(network)
         if self.is_prx:
-            self.resolution = pipeline.get_default_resolution()
+            self.resolution = pipeline.config.default_sample_size
         else:
             self.resolution = network.config.sample_size * self.vae_factor
 
@@ -202,9 +203,13 @@ class PipelineGenerator(Generator):
             "num_inference_steps": sampling.num_inference_steps,
             "guidance_scale": guidance_scale,
         }
-        latents = latents.to(self.pipeline.vae.dtype)
+        latents = latents.to(self.pipeline.text_encoder.dtype)
         if self.is_prx:  # With guidance it takes one prompt at a time.
-            options |= {"use_resolution_binning": False, "skip_text_cleaning": True}
+            options |= {"use_resolution_binning": False}
+            if self.is_pixel:
+                latents = latents * self.pipeline.config.noise_scale
+            else:
+                options |= {"skip_text_cleaning": True}
             negative = sampling.negative_prompt
             images = [
                 self.pipeline(prompt, negative, latents=latents[i : i + 1], **options).images
@@ -217,10 +222,11 @@ class PipelineGenerator(Generator):
 
 def _load_pipeline(folder: Path) -> Any:
     from diffusers.pipelines.prx.pipeline_prx import PRXPipeline
+    from diffusers.pipelines.prx.pipeline_prx_pixel import PRXPixelPipeline
     from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
     from diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl import StableDiffusionXLPipeline
 
-    classes = (StableDiffusionPipeline, StableDiffusionXLPipeline, PRXPipeline)
+    classes = (StableDiffusionPipeline, StableDiffusionXLPipeline, PRXPipeline, PRXPixelPipeline)
     kinds: dict[str, Any] = {kind.__name__: kind for kind in classes}
     options: dict[str, Any] = {"use_safetensors": True, "dtype": torch.float32, "remedy": "Export it again"}
     try:

@@ -7,16 +7,18 @@ stable-diffusion-xl-base-1.0. `tiny` and `tiny_xl` have the same structure and t
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from diffusion.config.model import NUM_TIMESTEPS, Architecture, ModelConfig, PredictionType
 from diffusion.errors import ConfigurationError, raise_all, similar_names
 from diffusion.models.conditioning import DualTextEncoder, TextEncoder
+from diffusion.models.latents import VAE
 from diffusion.models.networks import NETWORKS, TEXT_WIDTHS, Network, take_whole_timesteps
 from diffusion.models.text_encoders import LanguageModel, hidden_width, read_language_model
 
@@ -45,8 +47,8 @@ class ArchitectureSpec:
     network: dict[str, Any]
     """UNet2DConditionModel, or PRXTransformer2DModel."""
 
-    vae: dict[str, Any]
-    """AutoencoderKL."""
+    vae: dict[str, Any] | None
+    """AutoencoderKL; None: the network works on pixels."""
 
     text_encoder: dict[str, Any]
     """CLIPTextConfig."""
@@ -66,7 +68,7 @@ class ArchitectureSpec:
     @property
     def vae_factor(self) -> int:
         """Pixels per latent position along one side."""
-        return 2 ** (len(self.vae["block_out_channels"]) - 1)
+        return 1 if self.vae is None else 2 ** (len(self.vae["block_out_channels"]) - 1)
 
     @property
     def resolution(self) -> int:
@@ -244,11 +246,20 @@ def _transformer(hidden_size: int, depth: int) -> ArchitectureSpec:
     )
 
 
+def _on_pixels(spec: ArchitectureSpec, *, resolution: int, patch_size: int, bottleneck: int) -> ArchitectureSpec:
+    """The same transformer over patches of pixels, which a bottleneck narrows (Li and He 2025, section 4.3)."""
+    patches = {"in_channels": 3, "patch_size": patch_size, "bottleneck_size": bottleneck}
+    return replace(spec, vae=None, sample_size=resolution, network=spec.network | patches)
+
+
 ARCHITECTURES = {
     Architecture.transformer_s: _transformer(576, 10),
     Architecture.transformer_m: _transformer(1024, 12),
     Architecture.transformer_l: _transformer(1792, 16),
     Architecture.tiny_transformer: TINY_TRANSFORMER,
+    Architecture.pixel_transformer_m: _on_pixels(_transformer(1024, 12), resolution=256, patch_size=16, bottleneck=128),
+    Architecture.pixel_transformer_l: _on_pixels(_transformer(1792, 16), resolution=256, patch_size=16, bottleneck=256),
+    Architecture.tiny_pixel_transformer: _on_pixels(TINY_TRANSFORMER, resolution=32, patch_size=4, bottleneck=16),
     Architecture.stable_diffusion_2: STABLE_DIFFUSION_2,
     Architecture.stable_diffusion_xl: STABLE_DIFFUSION_XL,
     Architecture.tiny: TINY,
@@ -316,7 +327,14 @@ def build_vae(spec: ArchitectureSpec, changes: dict[str, Any] | None = None) -> 
     Raises:
         ConfigurationError: `changes` holds an unknown argument or an invalid value.
     """
+    assert spec.vae is not None, "a network on pixels has no VAE"
     return _build(AutoencoderKL, spec.vae, changes or {}, "autoencoder.vae")
+
+
+def build_random_vae(config: ModelConfig) -> VAE:
+    """Build the VAE with random weights and as many channels as the network takes; the identity for pixels."""
+    spec = ARCHITECTURES[config.architecture]
+    return nn.Identity() if spec.vae is None else build_vae(spec, {"latent_channels": latent_channels(config)})
 
 
 def build_text_encoder(spec: ArchitectureSpec) -> TextEncoder:
@@ -337,9 +355,8 @@ def build_frozen_text_encoder(config: ModelConfig) -> TextEncoder:
 
 def count_parameters(config: ModelConfig) -> dict[str, int]:
     """Count the parameters of `network`, `vae` and `text_encoder` on the meta device."""
-    spec = ARCHITECTURES[config.architecture]
     with torch.device("meta"):
-        vae = build_vae(spec, {"latent_channels": latent_channels(config)})
+        vae = build_random_vae(config)
         text_encoder = build_frozen_text_encoder(config)
         parts = {"network": build_network(config), "vae": vae, "text_encoder": text_encoder}
     return {name: sum(parameter.numel() for parameter in part.parameters()) for name, part in parts.items()}

@@ -22,6 +22,7 @@ from diffusion.models.architectures import (
 from diffusion.models.conditioning import text_width
 from diffusion.models.ingredients import find_ingredients
 from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.latents import latent_space
 from diffusion.models.ldm_layout import read_single_file
 from diffusion.models.networks import text_width_of
 from diffusion.models.pretrained import (
@@ -66,7 +67,7 @@ def build_parts(
             f"model.pretrained={config.pretrained}: its text encoder is {width} wide, the network of "
             f"{config.architecture.value} expects {text_width_of(network)}"
         )
-    channels = frozen.vae.config["latent_channels"]
+    channels = latent_space(frozen.vae).channels
     if network.config["in_channels"] != channels:
         raise ConfigurationError(
             f"model.vae={config.vae or config.pretrained}: its latents have {channels} channels, the network "
@@ -211,6 +212,16 @@ transformer_m = _family(
     "Transformer over Stable Diffusion 2's latents: 287,686,928 parameters; rectified flow.",
 )
 
+pixel_transformer_m = _family(
+    Architecture.pixel_transformer_m,
+    "Transformer over patches of 16 x 16 pixels, without a VAE: 288,670,848 parameters; rectified flow.",
+)
+
+pixel_transformer_l = _family(
+    Architecture.pixel_transformer_l,
+    "Transformer over patches of 16 x 16 pixels, without a VAE: 1,170,201,088 parameters; rectified flow.",
+)
+
 transformer_l = _family(
     Architecture.transformer_l,
     "Transformer over Stable Diffusion 2's latents: 1,168,225,808 parameters; rectified flow.",
@@ -218,6 +229,11 @@ transformer_l = _family(
 
 tiny_transformer = _family(
     Architecture.tiny_transformer, "Small transformer with VAE and text encoder of `tiny`; rectified flow by default."
+)
+
+tiny_pixel_transformer = _family(
+    Architecture.tiny_pixel_transformer,
+    "Small transformer over pixels with the text encoder of `tiny`; rectified flow by default.",
 )
 
 tiny_xl = _family(

@@ -140,9 +140,14 @@ class _TransformerFlops(OperationCounter):
         positions, values = height * width // patch**2, network["in_channels"] * patch**2
         inner = int(hidden * network["mlp_ratio"])
         self._text_linear(network["context_in_dim"], hidden)
-        self.linear(positions, values, hidden, has_input_gradient=False)
-        self.linear(1, 256, hidden, has_input_gradient=False)
-        self.linear(1, hidden, hidden)
+        if (bottleneck := network["bottleneck_size"]) is None:
+            self.linear(positions, values, hidden, has_input_gradient=False)
+        else:
+            self.linear(positions, values, bottleneck, has_input_gradient=False)
+            self.linear(positions, bottleneck, hidden)
+        for _ in range(2 if network["resolution_embeds"] else 1):  # Embeddings of the timestep, and of the size.
+            self.linear(1, 256, hidden, has_input_gradient=False)
+            self.linear(1, hidden, hidden)
         depth = network["depth"]
         for number in range(depth):
             kept = min([positions, *(one.num_kept(positions, number, depth) for one in ingredients)])

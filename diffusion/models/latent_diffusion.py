@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor, nn
 
 from diffusion.config.model import ObjectiveConfig, Posterior
@@ -26,6 +25,7 @@ from diffusion.models.conditioning import Conditioner, TextEncoder
 from diffusion.models.fast.norms import use_low_precision_norms
 from diffusion.models.flops import batch_flops
 from diffusion.models.ingredients import Call, Caller, Ingredient
+from diffusion.models.latents import VAE, latent_space
 from diffusion.models.networks import Network, component_name, patch_size_of
 from diffusion.models.objectives import (
     EVALUATION,
@@ -39,7 +39,6 @@ from diffusion.models.objectives import (
     min_snr_weight,
     noise_process,
 )
-from diffusion.models.precision import upcast
 from diffusion.models.pretrained import FrozenParts, module_identity
 from diffusion.models.sampling import NoiseScheduler
 from diffusion.randomness import Purpose, bernoulli, normal
@@ -145,8 +144,9 @@ class LatentDiffusion(nn.Module):
                     )
                 self.add_module(ingredient.part, ingredient.module)
             self._frozen |= ingredient.frozen
-        self.caller = Caller(network, ingredients)
         self.frozen = frozen
+        self.latent_space = latent_space(frozen.vae)
+        self.caller = Caller(network, ingredients, is_pixel=isinstance(frozen.vae, nn.Identity))
         self.tokenizer = frozen.tokenizer
         self.latent_scaling = frozen.latent_scaling
         self.noise_scheduler = noise_scheduler
@@ -172,8 +172,8 @@ class LatentDiffusion(nn.Module):
         return self.get_submodule(self.component)  # pyright: ignore[reportReturnType]
 
     @property
-    def vae(self) -> AutoencoderKL:
-        """The frozen VAE."""
+    def vae(self) -> VAE:
+        """The frozen VAE; the identity where the network works on pixels."""
         return self._frozen["vae"]
 
     @property
@@ -194,7 +194,7 @@ class LatentDiffusion(nn.Module):
     @property
     def vae_factor(self) -> int:
         """Pixels per latent position along one side."""
-        return 2 ** (len(self.vae.config.block_out_channels) - 1)  # pyright: ignore[reportAttributeAccessIssue]
+        return self.latent_space.factor
 
     @property
     def side_factor(self) -> int:
@@ -263,11 +263,8 @@ class LatentDiffusion(nn.Module):
         if BatchKey.LATENT_MEAN in batch:
             mean, logvar = batch[BatchKey.LATENT_MEAN], batch.get(BatchKey.LATENT_LOGVAR)
         else:
-            with upcast(self.vae) as vae:
-                pixels = batch[BatchKey.IMAGE].to(vae.dtype) / 127.5 - 1.0
-                posterior = vae.encode(pixels).latent_dist  # pyright: ignore[reportAttributeAccessIssue]
-            mean, logvar = posterior.mean, posterior.logvar
-        if self.objective.posterior == Posterior.sample:
+            mean, logvar = self.latent_space.encode(batch[BatchKey.IMAGE])
+        if self.objective.posterior == Posterior.sample and self.latent_space.has_posterior:
             if logvar is None:
                 raise ValueError(
                     "the data has no log-variance: encode without --mean-only, or objective.posterior=mean"
@@ -329,10 +326,7 @@ class LatentDiffusion(nn.Module):
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Decode the network's latents [B, C, H, W] to images: float32 [B, 3, height, width] in [0, 1]."""
-        unscaled = self.latent_scaling.denormalise(latents)
-        with upcast(self.vae) as vae:
-            decoded = vae.decode(unscaled.to(vae.dtype), return_dict=False)[0]  # pyright: ignore[reportArgumentType]
-        return (decoded.float() / 2 + 0.5).clamp(0, 1)
+        return self.latent_space.decode(self.latent_scaling.denormalise(latents))
 
     generate, requested_scores = generation.generate, generation.requested_scores
 

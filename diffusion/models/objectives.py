@@ -99,6 +99,19 @@ def add_noise(latents: Tensor, noise: Tensor, rates: Rates) -> Tensor:
 
 # What the network predicts
 
+MIN_NOISE_RATE = 0.05
+"""Smallest noise rate that an error of the image is divided by (Li and He 2025, section 4.1)."""
+
+
+def velocity(noised: Tensor, image: Tensor, timesteps: Tensor) -> Tensor:
+    """Velocity noise - x_0 of rectified flow at timesteps [B] or [] from the image x_0 that a network gives.
+
+    The loss of the velocity is then that of the image, divided by the squared noise rate. Below `MIN_NOISE_RATE` the
+    network learns not x_0, but what gives this velocity.
+    """
+    rate = (timesteps.float() / NUM_TIMESTEPS).clamp(min=MIN_NOISE_RATE).view(-1, 1, 1, 1)
+    return (noised - image.float()) / rate
+
 
 class Target(NamedTuple):
     """Target of the prediction."""

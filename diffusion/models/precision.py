@@ -27,5 +27,5 @@ def without_float16(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def upcast(vae: AutoencoderKL) -> Iterator[AutoencoderKL]:
     """Run a VAE in float32 if its configuration says that float16 overflows (`force_upcast`, as SDXL's)."""
-    with without_float16(vae) if vae.config["force_upcast"] else nullcontext():
+    with without_float16(vae) if vae.config.get("force_upcast") else nullcontext():
         yield vae

@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -33,12 +32,12 @@ from diffusion.models.architectures import (
     ARCHITECTURES,
     FLOW_PREDICTION,
     ArchitectureSpec,
+    build_random_vae,
     build_text_encoder,
-    build_vae,
-    latent_channels,
     with_seed,
 )
 from diffusion.models.conditioning import DualTextEncoder, TextEncoder
+from diffusion.models.latents import VAE, LatentScaling, latent_space
 from diffusion.models.model_folders import PIPELINE_INDEX, load_pretrained, local_folder
 from diffusion.models.networks import Network, component_name
 from diffusion.models.text_encoders import LanguageModel, read_language_model
@@ -61,58 +60,11 @@ _NOT_THE_NETWORK = ("sample_size", "scaling_factor", "shift_factor", "latents_",
 # VAE, text encoder and tokenizer
 
 
-@dataclass(frozen=True)
-class LatentScaling:
-    """Normalisation of latents, per channel or by one scalar: (latent - mean) / std."""
-
-    mean: tuple[float, ...]
-    """C numbers, or one for all channels."""
-
-    std: tuple[float, ...]
-    """C numbers, or one for all channels."""
-
-    @classmethod
-    def from_vae(cls, config: Any) -> "LatentScaling":
-        """Read the configuration of an AutoencoderKL.
-
-        In diffusers the latent of the U-Net is (latent - latents_mean) * scaling_factor / latents_std, where mean and
-        std are 0 and 1 by default.
-        """
-        factor = float(config.scaling_factor)
-        mean = getattr(config, "latents_mean", None) or (getattr(config, "shift_factor", None) or 0.0,)
-        std = getattr(config, "latents_std", None) or (1.0,)
-        return cls(tuple(float(m) for m in mean), tuple(float(s) / factor for s in std))
-
-    @classmethod
-    def of_factor(cls, factor: float) -> "LatentScaling":
-        """Multiplication by a factor."""
-        return cls((0.0,), (1.0 / factor,))
-
-    def normalise(self, latents: Tensor) -> Tensor:
-        """Latents of the VAE [B, C, H, W] -> latents of the U-Net."""
-        mean, std = self._constants(latents)
-        return (latents - mean if any(self.mean) else latents) / std
-
-    def denormalise(self, latents: Tensor) -> Tensor:
-        """Latents of the U-Net [B, C, H, W] -> latents of the VAE."""
-        mean, std = self._constants(latents)
-        return latents * std + mean
-
-    def _constants(self, latents: Tensor) -> list[Tensor]:
-        return [_constant(values, latents.dtype, latents.device) for values in (self.mean, self.std)]
-
-
-@lru_cache(maxsize=64)
-def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Constant [1, C, 1, 1], cached on the device: a copy in each step would wait for the device."""
-    return torch.tensor(values, dtype=dtype, device=device).view(1, -1, 1, 1)
-
-
 @dataclass(frozen=True, kw_only=True)
 class FrozenParts:
     """The parts that are not trained. Modules are in eval mode and need no gradients."""
 
-    vae: AutoencoderKL
+    vae: VAE
     text_encoder: TextEncoder
     tokenizer: Any
     """CLIPTokenizer, or a language model's."""
@@ -157,22 +109,23 @@ def load_frozen_parts(config: ModelConfig) -> FrozenParts:
             text_encoder = _load_text_encoder(spec, source, is_local)
         else:
             text_encoder = with_seed(config.frozen_seed, lambda: build_text_encoder(spec))
-    if config.vae:
+    if config.architecture.is_pixel:
+        vae = build_random_vae(config)
+    elif config.vae:
         with error_context("model.vae"):
             vae = load_pretrained(AutoencoderKL, config.vae, local_files_only=is_local)
     elif source:
         with error_context("model.pretrained"):
             vae = load_pretrained(AutoencoderKL, source, "vae", local_files_only=is_local)
     else:
-        channels = {"latent_channels": latent_channels(config)}
-        vae = with_seed(config.frozen_seed + 1, lambda: build_vae(spec, channels))
+        vae = with_seed(config.frozen_seed + 1, lambda: build_random_vae(config))
     freeze(vae)
     freeze(text_encoder)
     return FrozenParts(
         vae=vae,
         text_encoder=text_encoder,
         tokenizer=tokenizer,
-        latent_scaling=LatentScaling.from_vae(vae.config),
+        latent_scaling=latent_space(vae).scaling,
         num_chunks=config.text_encoder.chunks,
     )
 
@@ -407,11 +360,13 @@ def write_pipeline(
     Raises:
         OSError: a file cannot be written.
     """
-    is_factor = frozen.latent_scaling == LatentScaling.of_factor(frozen.vae.config["scaling_factor"])
-    vae = frozen.vae if is_factor else fold_scaling(frozen.vae, frozen.latent_scaling, scaling_factor)
-    if component_name(network) == "transformer" and vae.config["shift_factor"] is None:
-        vae = copy.deepcopy(vae)
-        vae.register_to_config(shift_factor=0.0)  # The pipeline adds it.
+    vae = frozen.vae
+    if isinstance(vae, AutoencoderKL):
+        is_factor = frozen.latent_scaling == LatentScaling.of_factor(vae.config["scaling_factor"])
+        vae = vae if is_factor else fold_scaling(vae, frozen.latent_scaling, scaling_factor)
+        if component_name(network) == "transformer" and vae.config["shift_factor"] is None:
+            vae = copy.deepcopy(vae)
+            vae.register_to_config(shift_factor=0.0)  # The pipeline adds it.
     pipeline = build_pipeline(network=network, vae=vae, frozen=frozen, scheduler=scheduler)
     if component_name(network) == "transformer" and resolution is not None:
         pipeline.register_to_config(default_sample_size=resolution)
@@ -426,9 +381,10 @@ def write_pipeline(
             backend.model.save(str(folder / name))  # transformers 5 writes tokenizer.json only, which 4 does not read.
 
 
-def build_pipeline(*, network: Network, vae: AutoencoderKL, frozen: FrozenParts, scheduler: Any) -> Any:
+def build_pipeline(*, network: Network, vae: VAE, frozen: FrozenParts, scheduler: Any) -> Any:
     """Assemble a pipeline: of PRX with a transformer, of SDXL with two text encoders."""
     from diffusers.pipelines.prx.pipeline_prx import PRXPipeline
+    from diffusers.pipelines.prx.pipeline_prx_pixel import PRXPixelPipeline
     from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
     from diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl import StableDiffusionXLPipeline
 
@@ -436,6 +392,15 @@ def build_pipeline(*, network: Network, vae: AutoencoderKL, frozen: FrozenParts,
     text_encoder: Any = frozen.text_encoder
     if isinstance(text_encoder, LanguageModel):
         text_encoder = text_encoder.text_encoder
+    if isinstance(network, PRXTransformer2DModel) and isinstance(vae, nn.Identity):
+        return PRXPixelPipeline(
+            transformer=network,
+            scheduler=scheduler,
+            tokenizer=frozen.tokenizer,
+            text_encoder=text_encoder,
+            prompt_max_tokens=frozen.tokenizer.model_max_length,
+            noise_scale=1.0,
+        )
     if isinstance(network, PRXTransformer2DModel):
         return PRXPipeline(**parts, tokenizer=frozen.tokenizer, text_encoder=text_encoder)
     if not isinstance(frozen.text_encoder, DualTextEncoder):

@@ -49,6 +49,7 @@ SMALL = {
     "tiny": SMALL_UNET,
     "tiny_xl": "model.network={block_out_channels: [16, 32], norm_num_groups: 4, attention_head_dim: [2, 2]}",
     "tiny_transformer": SMALL_TRANSFORMER,
+    "tiny_pixel_transformer": SMALL_TRANSFORMER,
 }
 """Networks by architecture."""
 
@@ -76,7 +77,8 @@ YAMLS = sorted(
 NUM_RANKS = {yaml: (1, 2) if yaml.startswith("yamls/tiny/") or "autoencoder" in yaml else (2,) for yaml in YAMLS}
 """Of the large recipes, the tiny ones show that losses do not depend on it."""
 
-FITTED = ("phase1", "phase2", "phase3", "sdxl_256", "sdxl_512", "sdxl_1024", "modern_256", "modern_512")
+FITTED = ("phase1", "phase2", "phase3", "sdxl_256", "sdxl_512", "sdxl_1024")
+FITTED += ("modern_256", "modern_512", "modern_pixel_256")
 """Recipes whose microbatch fills GPUs of 80 GB."""
 
 TINY = [
@@ -133,6 +135,8 @@ def overrides(yaml: str, shapes: Path, aspects: Path, output: Path, first: Path 
     if config.model.text_encoder != TextEncoderConfig():  # The latents hold token ids of one chunk.
         data = shapes / "prepared"
         own = ["data.representation=images"]
+    if config.model.architecture.is_pixel:
+        data = shapes / "prepared"
     if yaml == ALIGNMENT:
         data = shapes / "prepared"
         own = [f"model.alignment.path={shapes / 'dinov2'}"]
@@ -140,7 +144,8 @@ def overrides(yaml: str, shapes: Path, aspects: Path, output: Path, first: Path 
         own.append(f"model.text_encoder.path={shapes / 't5'}")
     num = NUM_LONG if yaml == LONG else 2
     name = config.model.architecture.value
-    architecture = "tiny_xl" if "xl" in name else "tiny_transformer" if "transformer" in name else "tiny"
+    kinds = {"xl": "tiny_xl", "pixel": "tiny_pixel_transformer", "transformer": "tiny_transformer", "": "tiny"}
+    architecture = next(kind for part, kind in kinds.items() if part in name)
     if config.task.value != "autoencoder":
         trace = f"{{path: verification.callbacks.DrawTrace, arguments: {{folder: '{output / 'trace'}'}}}}"
         own.append(f"plugins.callbacks=[{trace}]")
@@ -160,7 +165,7 @@ def overrides(yaml: str, shapes: Path, aspects: Path, output: Path, first: Path 
         f"data.local={data}/train",
         f"validation.local={data}/validation",
         "model.pretrained=null",
-        f"model.vae={shapes / 'vae'}",
+        f"model.vae={'null' if 'pixel' in name else shapes / 'vae'}",
         *(["algorithms.ema.start=1ba"] if config.algorithms.ema else []),
         *([f"init_from.checkpoint={first}"] if config.init_from else []),
     ]

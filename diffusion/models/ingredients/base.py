@@ -15,6 +15,7 @@ from diffusion.models.conditioning import Conditioning
 from diffusion.models.fast.norms import autocast_dtype
 from diffusion.models.flops import OperationCounter
 from diffusion.models.networks import Network, predict
+from diffusion.models.objectives import velocity
 from diffusion.models.pretrained import FrozenParts
 
 if TYPE_CHECKING:
@@ -169,11 +170,12 @@ class Caller:
     Args:
         network: the trained network, which gets the hooks of the ingredients.
         ingredients: in the order in which each step asks them.
+        is_pixel: the network works on pixels, and gives the image (`velocity`).
     """
 
-    def __init__(self, network: Network, ingredients: Sequence[Ingredient]) -> None:
+    def __init__(self, network: Network, ingredients: Sequence[Ingredient], *, is_pixel: bool = False) -> None:
         self.call = Call()
-        self._network, self._ingredients = network, ingredients
+        self._network, self._ingredients, self._is_pixel = network, ingredients, is_pixel
         for ingredient in ingredients:
             ingredient.attach(network, self)
 
@@ -194,10 +196,12 @@ class Caller:
             conditioning: result of `condition`.
             call: of training or validation; None: of sampling.
         """
+        exact = noised
         if autocast_dtype(noised) is None:
             dtype = next(self._network.parameters()).dtype
             noised, conditioning = noised.to(dtype), conditioning.to(dtype)
         self.call = call = call or Call()
         for ingredient in self._ingredients:
             ingredient.prepare(call, noised, conditioning)
-        return predict(self._network, noised, timesteps, conditioning)
+        prediction = predict(self._network, noised, timesteps, conditioning)
+        return velocity(exact, prediction, timesteps) if self._is_pixel else prediction

@@ -21,6 +21,7 @@ from diffusion.datasets.encoded import EncodedManifest
 from diffusion.datasets.manifest import PreparedManifest
 from diffusion.distributed import agree, has_process_group, on_first_rank
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.models.latents import latent_space
 from diffusion.preparation.encoding.models import EncodingModels, Load
 from diffusion.preparation.encoding.output import (
     MAX_DAMAGED,
@@ -77,7 +78,7 @@ def encode(
         batch_size: Images of a forward pass; it changes the result by rounding, and so is part of the manifest.
         device: Torch device of the networks. With `cuda` each of the workers has a GPU of its own.
         precision: `fp32`, or `bf16` for autocast.
-        mean_only: Leave the log-variance out.
+        mean_only: Leave the log-variance out; there is none where the VAE has no posterior.
         scores: Scores to store, by their keys in the metadata of the samples.
         num_workers: Processes that decode, for each process that encodes; 0 decodes in that one.
         workers: Other processes that encode, with networks from `load`; None encodes in this one and the other ranks.
@@ -100,7 +101,7 @@ def encode(
     settings = EncodingSettings(
         batch_size=batch_size,
         precision=precision,
-        mean_only=mean_only,
+        mean_only=mean_only or not latent_space(models.vae).has_posterior,
         scores=tuple(scores),
         max_shard_bytes=max_shard_bytes,
     )

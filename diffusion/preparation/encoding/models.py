@@ -15,6 +15,7 @@ from diffusion.config.data import ImageSize
 from diffusion.datasets.dataset import Tokenize
 from diffusion.errors import ConfigurationError
 from diffusion.models.conditioning import TextEncoding, encode_tokens
+from diffusion.models.latents import VAE, Moments, latent_space
 from diffusion.models.pretrained import FrozenParts, module_identity, tokenizer_identity
 
 
@@ -22,8 +23,7 @@ from diffusion.models.pretrained import FrozenParts, module_identity, tokenizer_
 class EncodingModels:
     """VAE and text encoders, with the identities that the manifest holds."""
 
-    vae: nn.Module
-    """diffusers' AutoencoderKL."""
+    vae: VAE
     vae_identity: str
     tokenize: Tokenize
     """K captions -> int32 [K, L]."""
@@ -57,12 +57,12 @@ class EncodingModels:
         Raises:
             ConfigurationError: The size is not a multiple of the VAE's factor.
         """
-        config: Any = self.vae.config
-        factor = 2 ** (len(config.block_out_channels) - 1)
+        space = latent_space(self.vae)
+        factor = space.factor
         if min(size) <= 0 or size.height % factor or size.width % factor:
             shown = size.height if size.height == size.width else size
             raise ConfigurationError(f"--resolution {shown} is not a multiple of {factor}, the VAE's factor")
-        return config.latent_channels, size.height // factor, size.width // factor
+        return space.channels, size.height // factor, size.width // factor
 
 
 Load = Callable[[], EncodingModels]
@@ -72,7 +72,7 @@ Load = Callable[[], EncodingModels]
 class Encoded(NamedTuple):
     """Result of a batch, on its way to the host."""
 
-    moments: dict[ImageSize, tuple[Tensor, Tensor]]
+    moments: dict[ImageSize, Moments]
     """For each size of the images mean and log-variance, float16 [B, C, H, W] each."""
 
     embeddings: TextEncoding | None
@@ -97,7 +97,8 @@ class Encoder:
 
     def __init__(self, models: EncodingModels, device: str, precision: str) -> None:
         self.device = torch.device(device)
-        self._vae: Any = models.vae.to(self.device).eval().requires_grad_(False)
+        vae: Any = models.vae
+        self._latent_space = latent_space(vae.to(self.device).eval().requires_grad_(False))
         self._text_encoder = models.text_encoder and models.text_encoder.to(self.device).eval().requires_grad_(False)
         self._num_chunks, self._precision = models.num_chunks, precision
 
@@ -120,11 +121,10 @@ class Encoder:
             copied.record(torch.cuda.current_stream(self.device))
         return Encoded(moments, embeddings, copied)
 
-    def _moments(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        pixels = images.to(self.device, non_blocking=True).float() / 127.5 - 1.0
+    def _moments(self, images: Tensor) -> Moments:
         with self._autocast():
-            posterior = self._vae.encode(pixels).latent_dist
-        return self._to_host(posterior.mean), self._to_host(posterior.logvar)
+            mean, logvar = self._latent_space.encode(images.to(self.device, non_blocking=True))
+        return self._to_host(mean), None if logvar is None else self._to_host(logvar)
 
     def _embed(self, text_encoder: nn.Module, token_ids: Tensor) -> TextEncoding:
         with self._autocast():

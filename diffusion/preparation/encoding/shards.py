@@ -207,16 +207,16 @@ class _Assembler:
         token_ids, embeddings = _split(batch, batch.token_ids), _split_embeddings(batch, encoded)
         blank = {*batch.damaged, *batch.removed}
         for size, moments in encoded.moments.items():
-            means, logvars = (moment.numpy() for moment in moments)
-            finite = np.isfinite(means).all((1, 2, 3)) & np.isfinite(logvars).all((1, 2, 3))
+            arrays = [moment.numpy() for moment in moments if moment is not None]
+            finite = np.logical_and.reduce([np.isfinite(array).all((1, 2, 3)) for array in arrays])
             for i, key in enumerate(batch.keys):
                 if not finite[i]:
                     raise DataError(f"the VAE gives no finite float16 latent for '{key}': check its weights")
                 sample: dict[str, Any] = {"token_ids": token_ids[i], "key": key}
                 sample["scores"] = batch.scores[i].numpy()
                 sample["placement"] = batch.placements[size][i].numpy()
-                for name, moment in (("latent_mean", means[i]), ("latent_logvar", logvars[i])):
-                    sample[name] = np.zeros_like(moment) if i in blank else moment
+                for name, array in zip(("latent_mean", "latent_logvar"), arrays, strict=False):
+                    sample[name] = np.zeros_like(array[i]) if i in blank else array[i]
                 if embeddings is not None:
                     sample["text_embeddings"], sample["pooled_text_embeddings"] = embeddings[i]
                 shard.samples[size].append(encode_sample(sample, self._format(size).columns))

@@ -58,6 +58,7 @@ CASES = {
     ),
     "transformer": (Architecture.transformer_s, {}, (32, 48), 77),
     "tiny transformer": (Architecture.tiny_transformer, {"depth": 2, "mlp_ratio": 2.5}, (8, 6), 24),
+    "pixels": (Architecture.tiny_pixel_transformer, {"depth": 2, "resolution_embeds": True}, (32, 24), 24),
     "tiny sdxl": (Architecture.tiny_xl, {}, (24, 36), 24),
 }
 

@@ -14,7 +14,7 @@ from diffusion.errors import ConfigurationError
 from diffusion.models import LatentDiffusion, load_frozen_parts, tiny
 from diffusion.models.build import build_parts
 from diffusion.models.conditioning import Conditioning
-from diffusion.models.pretrained import LatentScaling
+from diffusion.models.latents import LatentScaling
 from diffusion.models.sampling import inference_scheduler, initial_latents, sample_latents
 from diffusion.preparation.encoding.models import Encoder, EncodingModels
 

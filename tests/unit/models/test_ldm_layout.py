@@ -22,11 +22,11 @@ from diffusion.models.architectures import ARCHITECTURES, build_network, build_t
 from diffusion.models.build import tiny_transformer
 from diffusion.models.conditioning import DualTextEncoder
 from diffusion.models.ingredients.lora import add_lora, kohya_layout, merged
+from diffusion.models.latents import latent_space
 from diffusion.models.ldm_layout import read_single_file, single_file, unet_names
 from diffusion.models.pretrained import (
     SCHEDULER_KEY,
     FrozenParts,
-    LatentScaling,
     build_pipeline,
     freeze,
     released_state_dict,
@@ -101,7 +101,7 @@ def build(architecture: Architecture, activation: str) -> tuple[torch.nn.Module,
         vae=vae,
         text_encoder=text_encoder,
         tokenizer=build_tokenizer(architecture),
-        latent_scaling=LatentScaling.from_vae(vae.config),
+        latent_scaling=latent_space(vae).scaling,
     )
     return with_seed(1, lambda: build_network(config)), frozen
 

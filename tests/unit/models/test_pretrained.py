@@ -9,7 +9,8 @@ from diffusion.config.model import Architecture, FlowConfig, ModelConfig, Object
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.models import LatentDiffusion, build_model
 from diffusion.models.architectures import TINY, build_vae, count_parameters, with_seed
-from diffusion.models.pretrained import LatentScaling, fold_scaling, read_pipeline_network, read_vae
+from diffusion.models.latents import LatentScaling, latent_space
+from diffusion.models.pretrained import fold_scaling, read_pipeline_network, read_vae
 from diffusion.models.sampling import image_seeds, initial_latents
 from diffusion.models.tokenizers import build_clip_tokenizer, clip_merges, tokenize
 from tests.tools.pipelines import write_model
@@ -76,7 +77,7 @@ def test_a_folded_vae_has_the_latents_of_the_unet(has_convolutions, factor):
         assert (factor * found.std - expected.std / std).abs().max() < 1e-5
         decoded = vae.decode(PER_CHANNEL.denormalise(latents), return_dict=False)[0]
         assert (folded.decode(latents / factor, return_dict=False)[0] - decoded).abs().max() < 1e-5
-    assert LatentScaling.from_vae(folded.config) == LatentScaling.of_factor(factor)
+    assert latent_space(folded).scaling == LatentScaling.of_factor(factor)
     assert all(torch.equal(before[name], tensor) for name, tensor in vae.state_dict().items())
 
 
