@@ -34,14 +34,13 @@ from diffusion.loading import OTHER_PATHS, Trained, read_trained
 from diffusion.models.architectures import ARCHITECTURES, build_network
 from diffusion.models.ingredients import find_ingredients
 from diffusion.models.ingredients.lora import has_lora, kohya_layout, write_lora
-from diffusion.models.latents import LatentScaling
+from diffusion.models.latents import LatentScaling, fold_scaling
 from diffusion.models.ldm_layout import single_file, unet_names
 from diffusion.models.model_folders import hub_unavailable_reason
 from diffusion.models.networks import Network
 from diffusion.models.pretrained import (
     SCHEDULER_KEY,
     FrozenParts,
-    fold_scaling,
     load_frozen_parts,
     write_pipeline,
 )

@@ -8,6 +8,8 @@ stable-diffusion-xl-base-1.0. `tiny` and `tiny_xl` have the same structure and t
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -17,8 +19,9 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 from diffusion.config.model import NUM_TIMESTEPS, Architecture, ModelConfig, PredictionType
 from diffusion.errors import ConfigurationError, raise_all, similar_names
+from diffusion.files import read_json
 from diffusion.models.conditioning import DualTextEncoder, TextEncoder
-from diffusion.models.latents import VAE
+from diffusion.models.latents import SPACES, VAE, VAE_CLASSES
 from diffusion.models.networks import NETWORKS, TEXT_WIDTHS, Network, take_whole_timesteps
 from diffusion.models.text_encoders import LanguageModel, hidden_width, read_language_model
 
@@ -300,10 +303,24 @@ def latent_channels(config: ModelConfig) -> int:
     return config.network.get("in_channels", ARCHITECTURES[config.architecture].network["in_channels"])
 
 
+def _stored_vae(config: ModelConfig) -> dict[str, Any] | None:
+    """Configuration of a VAE in a local folder."""
+    vae = config.vae or (config.pretrained and f"{config.pretrained}/vae")
+    path = Path(vae or "", "config.json").expanduser()
+    return read_json(path) if vae and path.is_file() and not config.architecture.is_pixel else None
+
+
+def vae_factor(config: ModelConfig) -> int:
+    """Pixels per latent position along one side: of a VAE in a local folder, or of the architecture."""
+    if (stored := _stored_vae(config)) is not None and (space := SPACES.get(stored.get("_class_name", ""))):
+        return space(SimpleNamespace(config=stored)).factor
+    return ARCHITECTURES[config.architecture].vae_factor
+
+
 def side_factor(config: ModelConfig) -> int:
     """Both sides of an image in pixels are multiples of it: the VAE's factor, and the network's patches."""
     spec = ARCHITECTURES[config.architecture]
-    return spec.vae_factor * (spec.network | config.network).get("patch_size", 1)
+    return vae_factor(config) * (spec.network | config.network).get("patch_size", 1)
 
 
 def build_network(config: ModelConfig) -> Network:
@@ -332,8 +349,13 @@ def build_vae(spec: ArchitectureSpec, changes: dict[str, Any] | None = None) -> 
 
 
 def build_random_vae(config: ModelConfig) -> VAE:
-    """Build the VAE with random weights and as many channels as the network takes; the identity for pixels."""
-    spec = ARCHITECTURES[config.architecture]
+    """Build the VAE with random weights, as in its local folder, or with as many channels as the network takes.
+
+    It is the identity for pixels.
+    """
+    spec, stored = ARCHITECTURES[config.architecture], _stored_vae(config)
+    if stored is not None and (kind := VAE_CLASSES.get(stored.get("_class_name", ""))):
+        return kind.from_config(stored)  # pyright: ignore[reportReturnType]
     return nn.Identity() if spec.vae is None else build_vae(spec, {"latent_channels": latent_channels(config)})
 
 

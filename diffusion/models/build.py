@@ -7,9 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor
 
-from diffusion.config.model import Architecture, FlowConfig, ModelConfig, ObjectiveConfig, PredictionType
+from diffusion.config.model import (
+    Architecture,
+    FlowConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    Posterior,
+    PredictionType,
+)
 from diffusion.errors import ConfigurationError
 from diffusion.models.architectures import (
     ARCHITECTURES,
@@ -22,9 +30,9 @@ from diffusion.models.architectures import (
 from diffusion.models.conditioning import text_width
 from diffusion.models.ingredients import find_ingredients
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.latents import latent_space
+from diffusion.models.latents import VAE, latent_space
 from diffusion.models.ldm_layout import read_single_file
-from diffusion.models.networks import text_width_of
+from diffusion.models.networks import Network, component_name, text_width_of
 from diffusion.models.pretrained import (
     SCHEDULER_CONFIG,
     is_single_file,
@@ -67,12 +75,7 @@ def build_parts(
             f"model.pretrained={config.pretrained}: its text encoder is {width} wide, the network of "
             f"{config.architecture.value} expects {text_width_of(network)}"
         )
-    channels = latent_space(frozen.vae).channels
-    if network.config["in_channels"] != channels:
-        raise ConfigurationError(
-            f"model.vae={config.vae or config.pretrained}: its latents have {channels} channels, the network "
-            f"expects {network.config['in_channels']}. Set model.network.in_channels={channels} to train such a network"
-        )
+    _check_latents(config, objective, frozen.vae, network)
     ingredients = [one for one in find_ingredients(config) if for_training or not one.serves_training_only]
     for ingredient in ingredients:
         with_seed(seed, partial(ingredient.build, network, frozen.text_encoder))
@@ -88,6 +91,23 @@ def build_parts(
         "seed": seed,
         "low_precision_norms": config.low_precision_norms,
     }
+
+
+def _check_latents(config: ModelConfig, objective: ObjectiveConfig, vae: VAE, network: Network) -> None:
+    """Reject a network that does not fit the latents of a VAE."""
+    space, start = latent_space(vae), f"model.vae={config.vae or config.pretrained}"
+    if network.config["in_channels"] != space.channels:
+        raise ConfigurationError(
+            f"{start}: its latents have {space.channels} channels, the network expects "
+            f"{network.config['in_channels']}. Set model.network.in_channels={space.channels} to train such a network"
+        )
+    if component_name(network) == "unet" and not isinstance(vae, AutoencoderKL):
+        raise ConfigurationError(
+            f"{start} is an {type(vae).__name__}, which no pipeline of a U-Net decodes. Set "
+            "model.architecture=transformer_m, or give an AutoencoderKL"
+        )
+    if objective.posterior is Posterior.sample and not (space.has_posterior or config.architecture.is_pixel):
+        raise ConfigurationError(f"{start} is deterministic and has no posterior. Set objective.posterior=mean")
 
 
 def load_weights(model: LatentDiffusion, weights: dict[str, Tensor], source: str) -> None:

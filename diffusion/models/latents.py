@@ -6,18 +6,23 @@ patches are cut by the network (its `patch_size`).
 Shape letters: B batch, C channels, H W height and width of the latent.
 """
 
+import copy
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from diffusers.models.autoencoders.autoencoder_dc import AutoencoderDC
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
 from torch import Tensor, nn
 
 from diffusion.models.precision import upcast
 
-VAE = AutoencoderKL | nn.Identity
+VAE = AutoencoderKL | AutoencoderKLFlux2 | AutoencoderDC | nn.Identity
 """A VAE; the identity where the network works on pixels."""
+
+Folded = TypeVar("Folded", AutoencoderKL, AutoencoderKLFlux2)
 
 Moments = tuple[Tensor, Tensor | None]
 """Mean and log-variance of latents, [B, C, H, W] each; None where the VAE has no posterior."""
@@ -105,6 +110,43 @@ class LatentSpace:
         return _to_unit(decoded)
 
 
+class Flux2Space(LatentSpace):
+    """Latents of an AutoencoderKLFlux2, which is trained with a batch norm of patches of 2 x 2 latent positions."""
+
+    @property
+    def scaling(self) -> LatentScaling:
+        """Mean and standard deviation of each channel over the four positions of a patch.
+
+        FLUX.2's pipeline normalises each position by itself. But the statistics of positions differ by chance only,
+        and those of a channel can be folded into a VAE that other pipelines read.
+        """
+        mean, var = (values.float().view(self.channels, -1) for values in _statistics(self._vae))
+        std = (var.mean(1) + mean.var(1, correction=0)).sqrt()
+        return LatentScaling(tuple(mean.mean(1).tolist()), tuple(std.tolist()))
+
+
+def _statistics(vae: AutoencoderKLFlux2) -> tuple[Tensor, Tensor]:
+    """Mean and variance that the batch norm divides by, channels of patches [4 C] each."""
+    mean, var = vae.bn.running_mean, vae.bn.running_var
+    assert mean is not None and var is not None
+    return mean, var + vae.config["batch_norm_eps"]
+
+
+class DeepSpace(LatentSpace):
+    """Latents of an AutoencoderDC, which is deterministic (Chen et al. 2024)."""
+
+    has_posterior = False
+
+    @property
+    def factor(self) -> int:
+        """Pixels per latent position along one side."""
+        return 2 ** (len(self._vae.config["encoder_block_out_channels"]) - 1)
+
+    @staticmethod
+    def _moments(encoded: Any) -> Moments:
+        return encoded.latent, None
+
+
 class PixelSpace(LatentSpace):
     """Images in [-1, 1] in place of latents."""
 
@@ -120,10 +162,63 @@ class PixelSpace(LatentSpace):
         return _to_unit(latents)
 
 
+SPACES = {
+    "AutoencoderKL": LatentSpace,
+    "AutoencoderKLFlux2": Flux2Space,
+    "AutoencoderDC": DeepSpace,
+    "Identity": PixelSpace,
+}
+"""Spaces by class of the VAE, as its stored configuration names it."""
+
+VAE_CLASSES = {kind.__name__: kind for kind in (AutoencoderKL, AutoencoderKLFlux2, AutoencoderDC)}
+
+
 def latent_space(vae: VAE) -> LatentSpace:
     """Choose the space by the class of a VAE."""
-    return PixelSpace(vae) if isinstance(vae, nn.Identity) else LatentSpace(vae)
+    return SPACES[type(vae).__name__](vae)
 
 
 def _to_unit(images: Tensor) -> Tensor:
     return (images.float() / 2 + 0.5).clamp(0, 1)
+
+
+def fold_scaling(vae: Folded, scaling: LatentScaling, factor: float = 1.0) -> Folded:
+    """Copy a VAE, with the normalisation of latents moved into its 1x1 convolutions.
+
+    Pipelines of other models support a scalar factor only and would ignore means and standard deviations per channel.
+    The latents of the copy times `factor`, its scaling factor, are those of the network. FLUX.2's batch norm follows:
+    its own pipeline decodes the same from the copy.
+    """
+    vae = copy.deepcopy(vae)
+    num_channels = vae.config["latent_channels"]
+    mean, std = (torch.tensor(values).expand(num_channels) for values in (scaling.mean, scaling.std))
+    std = std * factor
+    quant_conv = vae.quant_conv or _identity(2 * num_channels)
+    post_quant_conv = vae.post_quant_conv or _identity(num_channels)
+    with torch.no_grad():
+        # Moments: mean and log-variance. (m - mean) / std, and logvar - 2 log(std).
+        assert quant_conv.bias is not None and post_quant_conv.bias is not None
+        quant_conv.weight[:num_channels] /= std.view(-1, 1, 1, 1)
+        quant_conv.bias[:num_channels] = (quant_conv.bias[:num_channels] - mean) / std
+        quant_conv.bias[num_channels:] -= 2.0 * std.log()
+        post_quant_conv.bias += post_quant_conv.weight[:, :, 0, 0] @ mean
+        post_quant_conv.weight *= std.view(1, -1, 1, 1)
+    vae.quant_conv, vae.post_quant_conv = quant_conv, post_quant_conv
+    vae.register_to_config(use_quant_conv=True, use_post_quant_conv=True)
+    if isinstance(vae, AutoencoderKLFlux2):
+        means, variances = _statistics(vae)
+        of_patch = means.numel() // num_channels
+        mean, std = mean.repeat_interleave(of_patch), std.repeat_interleave(of_patch)
+        vae.bn.running_mean = (means - mean) / std
+        vae.bn.running_var = variances / std**2 - vae.config["batch_norm_eps"]
+    else:
+        vae.register_to_config(scaling_factor=factor, shift_factor=None, latents_mean=None, latents_std=None)
+    return vae
+
+
+def _identity(num_channels: int) -> nn.Conv2d:
+    """Identity as a 1x1 convolution."""
+    convolution = nn.Conv2d(num_channels, num_channels, 1).requires_grad_(False)
+    nn.init.dirac_(convolution.weight)
+    nn.init.zeros_(convolution.bias)  # pyright: ignore[reportArgumentType]
+    return convolution

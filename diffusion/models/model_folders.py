@@ -5,7 +5,7 @@ libraries would download and run, or lead to other files and models: a folder wi
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -135,6 +135,7 @@ def load_pretrained(
     source: str | Path,
     subfolder: str | None = None,
     *,
+    others: Mapping[str, type[Loaded]] | None = None,
     local_files_only: bool,
     remedy: str = "Give a folder in the diffusers layout with safetensors (vae/, text_encoder/, with SDXL "
     "text_encoder_2/), or a hub name that this machine can reach",
@@ -148,6 +149,7 @@ def load_pretrained(
         kind: class of diffusers or transformers with `from_pretrained`.
         source: folder or hub name.
         subfolder: folder of the part in it.
+        others: classes of diffusers by the name that the configuration gives in place of that of `kind`.
         local_files_only: read the cache instead of the hub.
         remedy: advice to a user whose folder cannot be loaded.
         options: for `from_pretrained`. Models are float32 unless these have a `dtype`.
@@ -177,7 +179,10 @@ def load_pretrained(
                 downloaded = snapshot_download(
                     source, revision=options["revision"], allow_patterns=wanted, local_files_only=is_local
                 )
-            check_configurations(Path(folder or downloaded, subfolder or ""))
+            part = Path(folder or downloaded, subfolder or "")
+            check_configurations(part)
+            if others and (part / "config.json").is_file():
+                kind = others.get(read_json(part / "config.json").get("_class_name"), kind)
             loaded: Any = kind.from_pretrained(  # pyright: ignore[reportAttributeAccessIssue]
                 str(folder or source), local_files_only=is_local, **options
             )

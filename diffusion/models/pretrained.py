@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
 from diffusers.models.transformers.transformer_prx import PRXTransformer2DModel
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from huggingface_hub import snapshot_download
@@ -37,7 +38,7 @@ from diffusion.models.architectures import (
     with_seed,
 )
 from diffusion.models.conditioning import DualTextEncoder, TextEncoder
-from diffusion.models.latents import VAE, LatentScaling, latent_space
+from diffusion.models.latents import VAE, VAE_CLASSES, LatentScaling, fold_scaling, latent_space
 from diffusion.models.model_folders import PIPELINE_INDEX, load_pretrained, local_folder
 from diffusion.models.networks import Network, component_name
 from diffusion.models.text_encoders import LanguageModel, read_language_model
@@ -51,6 +52,9 @@ _SCHEDULE_KEYS = (
     *("prediction_type", "rescale_betas_zero_snr", "trained_betas"),
     *("num_train_timesteps", "beta_schedule", "beta_start", "beta_end"),
 )
+
+PRX_SCALING_FACTOR = 0.18215
+"""Scaling factor of PRXPipeline for a VAE whose configuration has none."""
 
 _WEIGHTS = "diffusion_pytorch_model"
 _NOT_THE_NETWORK = ("sample_size", "scaling_factor", "shift_factor", "latents_", "force_upcast", "_")
@@ -113,10 +117,10 @@ def load_frozen_parts(config: ModelConfig) -> FrozenParts:
         vae = build_random_vae(config)
     elif config.vae:
         with error_context("model.vae"):
-            vae = load_pretrained(AutoencoderKL, config.vae, local_files_only=is_local)
+            vae = load_pretrained(AutoencoderKL, config.vae, others=VAE_CLASSES, local_files_only=is_local)
     elif source:
         with error_context("model.pretrained"):
-            vae = load_pretrained(AutoencoderKL, source, "vae", local_files_only=is_local)
+            vae = load_pretrained(AutoencoderKL, source, "vae", others=VAE_CLASSES, local_files_only=is_local)
     else:
         vae = with_seed(config.frozen_seed + 1, lambda: build_random_vae(config))
     freeze(vae)
@@ -298,46 +302,6 @@ def _plain(value: Any) -> Any:
 # Writing
 
 
-def fold_scaling(vae: AutoencoderKL, scaling: LatentScaling, factor: float = 1.0) -> AutoencoderKL:
-    """Copy a VAE, with the normalisation of latents moved into its 1x1 convolutions.
-
-    StableDiffusionPipeline supports a scalar factor only and would ignore means and standard deviations per channel.
-    The latents of the copy times `factor`, its scaling factor, are those of the U-Net.
-    """
-    vae = copy.deepcopy(vae)
-    num_channels = vae.config["latent_channels"]
-    mean, std = (torch.tensor(values).expand(num_channels) for values in (scaling.mean, scaling.std))
-    std = std * factor
-    quant_conv = vae.quant_conv or _identity(2 * num_channels)
-    post_quant_conv = vae.post_quant_conv or _identity(num_channels)
-    with torch.no_grad():
-        # Moments: mean and log-variance. (m - mean) / std, and logvar - 2 log(std).
-        assert quant_conv.bias is not None and post_quant_conv.bias is not None
-        quant_conv.weight[:num_channels] /= std.view(-1, 1, 1, 1)
-        quant_conv.bias[:num_channels] = (quant_conv.bias[:num_channels] - mean) / std
-        quant_conv.bias[num_channels:] -= 2.0 * std.log()
-        post_quant_conv.bias += post_quant_conv.weight[:, :, 0, 0] @ mean
-        post_quant_conv.weight *= std.view(1, -1, 1, 1)
-    vae.quant_conv, vae.post_quant_conv = quant_conv, post_quant_conv
-    vae.register_to_config(
-        scaling_factor=factor,
-        shift_factor=None,
-        latents_mean=None,
-        latents_std=None,
-        use_quant_conv=True,
-        use_post_quant_conv=True,
-    )
-    return vae
-
-
-def _identity(num_channels: int) -> nn.Conv2d:
-    """Identity as a 1x1 convolution."""
-    convolution = nn.Conv2d(num_channels, num_channels, 1).requires_grad_(False)
-    nn.init.dirac_(convolution.weight)
-    nn.init.zeros_(convolution.bias)  # pyright: ignore[reportArgumentType]
-    return convolution
-
-
 def write_pipeline(
     folder: Path,
     *,
@@ -361,7 +325,9 @@ def write_pipeline(
         OSError: a file cannot be written.
     """
     vae = frozen.vae
-    if isinstance(vae, AutoencoderKL):
+    if isinstance(vae, AutoencoderKLFlux2):
+        vae = fold_scaling(vae, frozen.latent_scaling, PRX_SCALING_FACTOR)
+    elif isinstance(vae, AutoencoderKL):
         is_factor = frozen.latent_scaling == LatentScaling.of_factor(vae.config["scaling_factor"])
         vae = vae if is_factor else fold_scaling(vae, frozen.latent_scaling, scaling_factor)
         if component_name(network) == "transformer" and vae.config["shift_factor"] is None:

@@ -28,6 +28,7 @@ from diffusion.models.architectures import (
     build_vae,
     count_parameters,
     text_shape,
+    vae_factor,
 )
 from diffusion.models.autoencoder import PatchDiscriminator, build_perceptual
 from diffusion.models.conditioning import Conditioning, text_width
@@ -255,7 +256,7 @@ def meta_forward(
     """Prediction in training for one image of a size in pixels, on the meta device."""
     settings: Any = network.config
     num_tokens, width = text_shape(config)[0], text_width_of(network)
-    shape = [1, settings["in_channels"], *(side // ARCHITECTURES[config.architecture].vae_factor for side in size)]
+    shape = [1, settings["in_channels"], *(side // vae_factor(config) for side in size)]
     with torch.device("meta"):
         if config.adapted_text_width is not None:
             width = text_width(build_frozen_text_encoder(config))

@@ -16,7 +16,7 @@ from diffusion.config import fields
 from diffusion.config.data import ImageSize
 from diffusion.config.loading import to_yaml
 from diffusion.config.schema import Config, Task
-from diffusion.models.architectures import ARCHITECTURES, text_shape
+from diffusion.models.architectures import text_shape, vae_factor
 from diffusion.models.flops import count_flops
 from diffusion.planning.amounts import Amounts, EpochPlan, StreamPlan, plan_amounts, plan_epoch
 from diffusion.planning.memory import (
@@ -104,12 +104,12 @@ def training_flops(config: Config, size: ImageSize) -> int | None:
 @functools.cache
 def _training_flops(model: str, size: ImageSize) -> int | None:
     config = parse_model(model)
-    (network, ingredients), spec = meta_parts(config), ARCHITECTURES[config.architecture]
+    network, ingredients = meta_parts(config)
     if not all(parameter.requires_grad for parameter in network.parameters()):
         with FlopCounterMode(display=False) as counter:
             meta_forward(config, network, ingredients, size, torch.float32).sum().backward()
         return counter.get_total_flops()
-    height, width = (side // spec.vae_factor for side in size)
+    height, width = (side // vae_factor(config) for side in size)
     flops = count_flops(
         network.config,
         height=height,

@@ -12,7 +12,7 @@ from diffusion.config.model import Posterior
 from diffusion.config.schema import Config
 from diffusion.config.training import NumberFormat
 from diffusion.datasets.sample_order import order_settings
-from diffusion.models.architectures import ARCHITECTURES, latent_channels, text_shape
+from diffusion.models.architectures import latent_channels, text_shape, vae_factor
 from diffusion.planning.memory import (
     ADAM_BYTES,
     FORMAT_BYTES,
@@ -115,9 +115,8 @@ def waiting_bytes(config: Config, rank_batch_size: int) -> int:
 
 def _encoded_bytes(config: Config, size: ImageSize) -> int:
     """Moments of an image's latent, and a caption's encoding where that is stored."""
-    spec = ARCHITECTURES[config.model.architecture]
     moments = 2 if config.objective.posterior is Posterior.sample else 1
-    numbers = moments * (size.height * size.width // spec.vae_factor**2) * latent_channels(config.model)
+    numbers = moments * (size.height * size.width // vae_factor(config.model) ** 2) * latent_channels(config.model)
     if config.data.text_embeddings:
         numbers += math.prod(text_shape(config.model))
     return numbers * FORMAT_BYTES[NumberFormat.fp16]

@@ -2,13 +2,21 @@
 
 from pathlib import Path
 
+import pytest
 import torch
+from diffusers.models.autoencoders.autoencoder_dc import AutoencoderDC
+from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
+from diffusers.pipelines.flux2.pipeline_flux2 import Flux2Pipeline
+from torch import Tensor
 
-from diffusion.config.model import Architecture, FlowConfig, ModelConfig, ObjectiveConfig, PredictionType
+from diffusion.config.model import Architecture, FlowConfig, ModelConfig, ObjectiveConfig, Posterior, PredictionType
 from diffusion.datasets.batch import BatchKey
+from diffusion.errors import ConfigurationError
 from diffusion.evaluation.config import SamplingConfig
 from diffusion.evaluation.generate import PipelineGenerator
-from diffusion.models import LatentDiffusion, build_model
+from diffusion.models import LatentDiffusion, build_model, count_parameters
+from diffusion.models.architectures import side_factor, with_seed
+from diffusion.models.latents import fold_scaling, latent_space
 from diffusion.models.sampling import image_seeds, initial_latents
 from tests.tools.pipelines import write_model
 
@@ -16,17 +24,21 @@ SMALL = {"hidden_size": 64, "num_heads": 4, "depth": 2, "axes_dim": (8, 8)}
 PROMPTS = ["a red circle", "a blue star on a white background"]
 
 
-def build(architecture: Architecture, vae: Path | None = None, **network) -> LatentDiffusion:
+def configured(architecture: Architecture, vae: Path | None = None, **network) -> ModelConfig:
     options = {"vae": None if vae is None else str(vae), "network": SMALL | network, "frozen_seed": 3}
-    objective = ObjectiveConfig(prediction_type=PredictionType.flow, flow=FlowConfig(shift=2.0))
-    model = build_model(ModelConfig(architecture=architecture, **options), objective, resolution=32, seed=17).eval()
+    return ModelConfig(architecture=architecture, **options)
+
+
+def build(config: ModelConfig, posterior: Posterior = Posterior.sample) -> LatentDiffusion:
+    flow = {"prediction_type": PredictionType.flow, "flow": FlowConfig(shift=2.0)}
+    model = build_model(config, ObjectiveConfig(posterior=posterior, **flow), resolution=32, seed=17).eval()
     generator = torch.Generator().manual_seed(0)
     for parameter in model.network.parameters():  # The modulations are zero at first, and so is the influence of t.
         parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
     return model
 
 
-def image_batch(model: LatentDiffusion) -> dict[str, torch.Tensor]:
+def image_batch(model: LatentDiffusion) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     return {
         BatchKey.IMAGE: torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8, generator=generator),
@@ -45,13 +57,13 @@ def assert_pipeline_generates_the_same(model: LatentDiffusion, folder: Path) -> 
     expected = model.generate(
         PROMPTS, num_inference_steps=25, guidance_scale=3.0, latents=latents, output="tensor", progress=False
     )
-    assert isinstance(expected, torch.Tensor)
+    assert isinstance(expected, Tensor)
     assert expected.std() > 0.01, "there is something to see"
     assert (found - expected).abs().max() < 1 / 255
 
 
 def test_on_pixels_the_loss_of_the_velocity_is_that_of_the_image_over_the_squared_noise_rate(monkeypatch):
-    model = build(Architecture.tiny_pixel_transformer)
+    model = build(configured(Architecture.tiny_pixel_transformer))
     batch, given = image_batch(model), {}
     model.network.register_forward_hook(lambda module, inputs, output: given.update(image=output[0]))
     timesteps = torch.tensor([51.3, 200.0, 612.5, 999.0])
@@ -64,4 +76,63 @@ def test_on_pixels_the_loss_of_the_velocity_is_that_of_the_image_over_the_square
 
 
 def test_on_pixels_a_pipeline_of_diffusers_gives_the_images_of_generate(tmp_path):
-    assert_pipeline_generates_the_same(build(Architecture.tiny_pixel_transformer), tmp_path / "folder")
+    assert_pipeline_generates_the_same(build(configured(Architecture.tiny_pixel_transformer)), tmp_path / "folder")
+
+
+def flux2(folder: Path) -> Path:
+    """A small AutoencoderKLFlux2 with random weights and statistics, in a folder of diffusers."""
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    sizes = {"block_out_channels": (16, 32), "layers_per_block": 1, "latent_channels": 8, "norm_num_groups": 2}
+    vae = with_seed(5, lambda: AutoencoderKLFlux2(**blocks, **sizes))  # pyright: ignore[reportArgumentType]
+    generator = torch.Generator().manual_seed(2)
+    vae.bn.running_mean = torch.randn(32, generator=generator)
+    vae.bn.running_var = 1 + torch.rand(32, generator=generator)
+    vae.save_pretrained(folder)
+    return folder
+
+
+def deep(folder: Path) -> Path:
+    """A small AutoencoderDC with random weights, in a folder of diffusers."""
+    sides = ("encoder", "decoder")
+    channels: dict = {f"{side}_block_out_channels": (8, 16, 32) for side in sides}
+    layers = {f"{side}_layers_per_block": (1, 1, 1) for side in sides}
+    scales = {f"{side}_qkv_multiscales": ((), (), ()) for side in sides}
+    sizes = {"latent_channels": 16, "attention_head_dim": 8, "scaling_factor": 0.4}
+    with_seed(5, lambda: AutoencoderDC(**channels, **layers, **scales, **sizes)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("write", [flux2, deep])
+def test_a_pipeline_of_diffusers_decodes_the_latents_of_other_vaes(write, tmp_path):
+    channels, posterior = (8, Posterior.sample) if write is flux2 else (16, Posterior.mean)
+    config = configured(Architecture.tiny_transformer, write(tmp_path / "vae"), in_channels=channels, patch_size=1)
+    model = build(config, posterior)
+    assert side_factor(config) == model.side_factor == (2 if write is flux2 else 4)
+    counts = {"vae": model.vae, "network": model.network}
+    assert count_parameters(config).items() >= {(k, sum(p.numel() for p in m.parameters())) for k, m in counts.items()}
+    with torch.no_grad():
+        assert model.loss(model.forward(image_batch(model)), {}).isfinite()  # pyright: ignore[reportAttributeAccessIssue]
+    assert_pipeline_generates_the_same(model, tmp_path / "folder")
+    with pytest.raises(ConfigurationError, match="no pipeline of a U-Net decodes"):
+        build(ModelConfig(architecture=Architecture.tiny, vae=config.vae, network={"in_channels": channels}), posterior)
+
+
+def test_a_vae_without_posterior_is_named(tmp_path):
+    config = configured(Architecture.tiny_transformer, deep(tmp_path), in_channels=16, patch_size=1)
+    with pytest.raises(ConfigurationError, match=r"no posterior. Set objective\.posterior=mean"):
+        build(config)
+
+
+def test_flux2_s_pipeline_decodes_the_same_from_a_folded_vae(tmp_path):
+    """Its latents are patches of 2 x 2, normalised by the batch norm of the VAE."""
+    vae = AutoencoderKLFlux2.from_pretrained(flux2(tmp_path)).eval()
+    folded = fold_scaling(vae, latent_space(vae).scaling, 0.18215)
+    latents = torch.randn(2, 32, 4, 4, generator=torch.Generator().manual_seed(3))
+
+    def decoded(vae: AutoencoderKLFlux2) -> Tensor:
+        std = (vae.bn.running_var + vae.config["batch_norm_eps"]).sqrt().view(1, -1, 1, 1)
+        unscaled = latents * std + vae.bn.running_mean.view(1, -1, 1, 1)
+        with torch.no_grad():
+            return vae.decode(Flux2Pipeline._unpatchify_latents(unscaled), return_dict=False)[0]
+
+    torch.testing.assert_close(decoded(folded), decoded(vae), rtol=1e-4, atol=1e-4)

@@ -9,8 +9,8 @@ from diffusion.config.model import Architecture, FlowConfig, ModelConfig, Object
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.models import LatentDiffusion, build_model
 from diffusion.models.architectures import TINY, build_vae, count_parameters, with_seed
-from diffusion.models.latents import LatentScaling, latent_space
-from diffusion.models.pretrained import fold_scaling, read_pipeline_network, read_vae
+from diffusion.models.latents import LatentScaling, fold_scaling, latent_space
+from diffusion.models.pretrained import read_pipeline_network, read_vae
 from diffusion.models.sampling import image_seeds, initial_latents
 from diffusion.models.tokenizers import build_clip_tokenizer, clip_merges, tokenize
 from tests.tools.pipelines import write_model
