@@ -149,7 +149,7 @@ STABLE_DIFFUSION_XL = ArchitectureSpec(
         "addition_time_embed_dim": 256,
         "projection_class_embeddings_input_dim": 2816,
     },
-    vae={**STABLE_DIFFUSION_2.vae, "sample_size": 1024, "scaling_factor": 0.13025},
+    vae={**(STABLE_DIFFUSION_2.vae or {}), "sample_size": 1024, "scaling_factor": 0.13025},
     text_encoder=_clip(768, num_layers=12, num_heads=12, projection=768, activation="quick_gelu"),
     text_encoder_2=_clip(1280, num_layers=32, num_heads=20, projection=1280),
 )
@@ -250,7 +250,7 @@ def _transformer(hidden_size: int, depth: int) -> ArchitectureSpec:
 
 
 def _on_pixels(spec: ArchitectureSpec, *, resolution: int, patch_size: int, bottleneck: int) -> ArchitectureSpec:
-    """The same transformer over patches of pixels, which a bottleneck narrows (Li and He 2025, section 4.3)."""
+    """The same transformer over patches of pixels, which a bottleneck narrows (Li and He 2025)."""
     patches = {"in_channels": 3, "patch_size": patch_size, "bottleneck_size": bottleneck}
     return replace(spec, vae=None, sample_size=resolution, network=spec.network | patches)
 

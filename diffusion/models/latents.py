@@ -151,7 +151,7 @@ class PixelSpace(LatentSpace):
     """Images in [-1, 1] in place of latents."""
 
     has_posterior = False
-    factor, channels, scaling = 1, 3, LatentScaling.of_factor(1.0)
+    factor, channels, scaling = 1, 3, LatentScaling.of_factor(1.0)  # pyright: ignore[reportAssignmentType]
 
     def encode(self, images: Tensor) -> Moments:
         """Scale images uint8 [B, 3, height, width] to [-1, 1]."""

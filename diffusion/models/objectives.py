@@ -100,7 +100,7 @@ def add_noise(latents: Tensor, noise: Tensor, rates: Rates) -> Tensor:
 # What the network predicts
 
 MIN_NOISE_RATE = 0.05
-"""Smallest noise rate that an error of the image is divided by (Li and He 2025, section 4.1)."""
+"""Smallest noise rate that an error of the image is divided by (Li and He 2025)."""
 
 
 def velocity(noised: Tensor, image: Tensor, timesteps: Tensor) -> Tensor:

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import nn
 
 
@@ -25,7 +25,7 @@ def without_float16(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def upcast(vae: AutoencoderKL) -> Iterator[AutoencoderKL]:
+def upcast(vae: Any) -> Iterator[Any]:
     """Run a VAE in float32 if its configuration says that float16 overflows (`force_upcast`, as SDXL's)."""
     with without_float16(vae) if vae.config.get("force_upcast") else nullcontext():
         yield vae
