@@ -54,6 +54,7 @@ EXTRAS = {
     "metrics": ["prometheus-client>=0.22,<1"],
     "notebooks": ["ipykernel>=7", "nbclient>=0.10.2", "nbformat>=5.10"],
     "page": ["gradio>=6,<7"],
+    "c2pa": ["c2pa-python>=0.38,<1"],
     "dev": [
         "pandas-stubs>=2.3",
         "pytest>=9,<10",

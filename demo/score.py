@@ -14,6 +14,7 @@ from PIL import Image
 from demo.scenes import Scene, caption, draw, prompts, scenes
 from demo.shape_checks import score
 from diffusion.files import write_json
+from diffusion.formats.marks import save_marked
 from diffusion.launch import CommandParser, run_command
 from diffusion.models.latent_diffusion import LatentDiffusion
 
@@ -93,7 +94,7 @@ def main() -> None:
     scores, single, pairs = score_model(model, seeds_per_prompt=options.seeds, **sampling)
     write_json(folder / "scores.json", scores)
     grid = labelled_grid(single, options.seeds)
-    grid.save(folder / "grid.png")
+    save_marked(grid, folder / "grid.png", model.mark)
     log = folder / "steps.json"
     weights = "Averaged weights (EMA)" if options.weights == "ema" else "Training weights"
     write_report(

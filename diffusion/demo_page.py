@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
+from PIL.PngImagePlugin import iTXt
 
 from diffusion.errors import ConfigurationError, MachineError
+from diffusion.formats.marks import PNG_XMP
 from diffusion.launch import LOOPBACK
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.sampling import image_grid, image_seeds
@@ -64,6 +66,7 @@ def build_page(
     names = list(models)
     max_side = max_side or MAX_STRETCH * models[names[0]].resolution
     side = min(models[names[0]].resolution, max_side)
+    marks = {name: model.mark for name, model in models.items()}
 
     def generate(
         prompt: str,
@@ -98,6 +101,7 @@ def build_page(
                 )
                 assert isinstance(images, list)
                 grids[name] = image_grid(images, math.ceil(math.sqrt(num_images)))
+                grids[name].info[PNG_XMP] = iTXt(marks[name].xmp)  # Gradio writes texts of `info` into the PNG.
         except ValueError as error:
             raise gr.Error(str(error), print_exception=False) from error
         shown = [gr.update(value=grids.get(name), visible=name in grids) for name in names]

@@ -29,6 +29,7 @@ from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import ConfigurationError, DataError, MachineError, error_context, first_line
 from diffusion.evaluation.protocol import Result, table
 from diffusion.files import atomic_path
+from diffusion.formats.marks import Mark
 from diffusion.formats.run_folder import CHECKPOINTS
 from diffusion.loading import OTHER_PATHS, Trained, read_trained
 from diffusion.models.architectures import ARCHITECTURES, build_network
@@ -42,6 +43,7 @@ from diffusion.models.pretrained import (
     SCHEDULER_KEY,
     FrozenParts,
     load_frozen_parts,
+    weights_identity,
     write_pipeline,
 )
 from diffusion.models.prompt_encoder import has_own_encoding, write_prompt_encoder
@@ -149,14 +151,23 @@ def export(
                 save_file(_single_file(trained, layout), partial, _metadata(trained, licences))
                 return
             partial.mkdir(parents=True)
-            card = model_card(trained, is_lora=lora_only, licences=licences, prepared=prepared, scores=scores)
+            parts = None if lora_only else _parts(trained)
+            version = "" if parts is None else weights_identity(parts[0], parts[1].vae, parts[1].text_encoder)
+            card = model_card(
+                trained,
+                is_lora=lora_only,
+                licences=licences,
+                prepared=prepared,
+                scores=scores,
+                mark=Mark(model=trained.name, version=version),
+            )
             card = card.replace(OWN_FOLDER, f'"{repository}"') if repository else card
             (partial / "README.md").write_text(card, encoding="utf-8")
-            if lora_only:
+            if parts is not None:
+                _write_pipeline(partial, trained, *parts)
+            else:
                 assert config.model.lora is not None
                 write_lora(partial, trained.part(component), config.model.lora)
-            else:
-                _write_pipeline(partial, trained)
     except OSError as error:
         raise MachineError(f"{out} cannot be written: {error.strerror or error}. Choose another folder") from error
 
@@ -211,9 +222,8 @@ def _parts(trained: Trained) -> tuple[Network, FrozenParts]:
     return network, frozen
 
 
-def _write_pipeline(folder: Path, trained: Trained) -> None:
+def _write_pipeline(folder: Path, trained: Trained, network: Network, frozen: FrozenParts) -> None:
     config = trained.config
-    network, frozen = _parts(trained)
     if has_own_encoding(config.model):
         write_prompt_encoder(folder, config.model)
     for ingredient in find_ingredients(config.model):
@@ -255,6 +265,7 @@ def model_card(
     licences: Licences,
     prepared: Path | None,
     scores: Mapping[str, float],
+    mark: Mark,
 ) -> str:
     """Write a model card: Markdown with the header of the Hugging Face hub.
 
@@ -272,6 +283,7 @@ def model_card(
         f"---\n{header.to_yaml()}\n---\n\n# {config.run_name}\n",
         _origin(trained, scores),
         USE_OF_LORA if is_lora else _use(config.model),
+        MARKING.format(mark.xmp),
         f"## Licences\n\n- model: {licences.model}\n- data: {licences.data}\n",
         _data(config, prepared),
         _evaluations(trained),
@@ -318,6 +330,22 @@ from diffusers import DiffusionPipeline
 pipeline = DiffusionPipeline.from_pretrained("FOLDER of the initial weights")
 pipeline.load_lora_weights("FOLDER", weight_name="pytorch_lora_weights.safetensors")
 image = pipeline("a prompt", guidance_scale=3.0).images[0]
+```
+"""
+
+
+MARKING = """## Mark of the images
+
+A pipeline returns images without a mark. This one says that an image is generated, and by which model, in PNG, JPEG and
+WebP (DigitalSourceType of IPTC, as XMP):
+
+```python
+from PIL.PngImagePlugin import PngInfo
+xmp = {0!a}
+info = PngInfo()
+info.add_itxt("XML:com.adobe.xmp", xmp)
+image.save("image.png", pnginfo=info)
+image.save("image.jpg", xmp=xmp.encode())
 ```
 """
 

@@ -74,6 +74,11 @@ class Trained:
         check_identities(self.identities, found, str(self.path), remedy)
 
     @property
+    def name(self) -> str:
+        """Name of the model: run, checkpoint or average, weights."""
+        return " ".join(filter(None, (self.config.run_name, self.path.stem, self.label)))
+
+    @property
     def merged(self) -> dict[str, Tensor]:
         """Weights of the model for sampling (`ingredients.merged`)."""
         return merged(self.weights, self.config.model)
@@ -156,6 +161,7 @@ def load_model(path: str | Path, *, weights: str = "raw", paths: FrozenPaths | N
         model = build_model(config.model, config.objective, **options)
     trained.check_parts(model.identities())
     load_weights(model, used_weights(trained.merged, config.model, model), str(trained.path))
+    model.name = trained.name
     return model.eval()
 
 

@@ -48,6 +48,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=positive, default=16)
     parser.add_argument("--columns", type=positive, default=8, help="columns of the grid")
     parser.add_argument("--device", default=None, help="cpu, cuda ...; default: a GPU if available")
+    parser.add_argument(
+        "--c2pa", type=Path, nargs=2, metavar=("CERTIFICATES", "KEY"),
+        help="sign a C2PA manifest into each image: PEM files of certificate chain and private key",
+    )  # fmt: skip
     add_frozen_paths(parser)
     return parser.parse_args()
 
@@ -112,10 +116,14 @@ def main() -> None:
             pass
 
     from diffusion.evaluation.prompts import LISTING, write_listing
+    from diffusion.formats.marks import c2pa_signer, save_marked
     from diffusion.loading import load_model
+
+    sign = c2pa_signer(*arguments.c2pa) if arguments.c2pa else None
     from diffusion.models.sampling import image_grid
 
     model = load_model(arguments.checkpoint, weights=arguments.weights, paths=frozen_paths(arguments)).to(device)
+    mark = model.mark
     rows, first_images = [], []
     for start in range(0, len(texts), arguments.batch_size):
         part = slice(start, start + arguments.batch_size)
@@ -138,12 +146,12 @@ def main() -> None:
         with writing(out):
             (out / LISTING).unlink(missing_ok=True)  # Of other images.
             for i, image in enumerate(images, start):
-                image.save(out / f"{i:05d}.png")
+                save_marked(image, out / f"{i:05d}.png", mark, sign=sign)
                 rows.append({"file_name": f"{i:05d}.png", "prompt": texts[i], "seed": seeds[i]})
         first_images += images[: GRID_IMAGES - len(first_images)]
     with writing(out):
         write_listing(out, rows)
-        image_grid(first_images, arguments.columns).save(out / "grid.png")
+        save_marked(image_grid(first_images, arguments.columns), out / "grid.png", mark, sign=sign)
     print(f"{len(rows)} images in {out}")
     names = {"grid.png", *(row["file_name"] for row in rows)}
     if others := sorted(path.name for path in out.glob("*.png") if path.name not in names):

@@ -153,7 +153,7 @@ def _build_task_callbacks(
         callbacks.append(CountChunks(model.conditioner))
     if config.plugins.train_dataset is None and len(streams) > 1:
         callbacks.append(StreamLosses(model, [one.name for one in streams], config.loggers.stream_loss_interval))
-    return [*callbacks, SampleGrids(model, config.samples, folder / SAMPLES, ema)]
+    return [*callbacks, SampleGrids(model, config.samples, folder / SAMPLES, ema, config.run_name)]
 
 
 def _build_utilisation(config: Config, dataset: Any) -> Utilisation:

@@ -14,6 +14,7 @@ from diffusion.config.training import SamplesConfig
 from diffusion.ema.averaging import reshard
 from diffusion.ema.callbacks import LateStartEMA
 from diffusion.files import atomic_path
+from diffusion.formats.marks import Mark, save_marked
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.sampling import image_grid, to_pil
 
@@ -28,8 +29,10 @@ class SampleGrids(Callback):
     `step-000100.png` in the folder.
     """
 
-    def __init__(self, model: LatentDiffusion, config: SamplesConfig, folder: Path, ema: LateStartEMA | None) -> None:
-        self.model, self.config, self.folder, self.ema = model, config, folder, ema
+    def __init__(
+        self, model: LatentDiffusion, config: SamplesConfig, folder: Path, ema: LateStartEMA | None, run_name: str
+    ) -> None:
+        self.model, self.config, self.folder, self.ema, self.run_name = model, config, folder, ema, run_name
         self._is_due = create_interval_scheduler(
             config.interval, include_end_of_training=False, checkpoint_events=False
         )
@@ -63,7 +66,8 @@ class SampleGrids(Callback):
         self.folder.mkdir(parents=True, exist_ok=True)
         grid = image_grid(images, min(len(images), GRID_COLUMNS))
         with atomic_path(self.folder / f"step-{step:06d}.png", durable=False) as partial:
-            grid.save(partial, format="PNG", pnginfo=self._description(step, is_average))
+            mark = Mark(model=f"{self.run_name} step {step} {'ema' if is_average else 'raw'}")
+            save_marked(grid, partial, mark, pnginfo=self._description(step, is_average))
         arrays = [np.asarray(image) for image in images]
         # use_table=True would ask wandb's server for its version, and hang without a network.
         logger.log_images(arrays, name="samples", channels_last=True, step=step, use_table=False)

@@ -296,5 +296,5 @@ def _empty_result(model: EvaluatedModel, generator: Generator, guidance_scale: f
         step=model.step,
         weights=model.weights,
         guidance_scale=guidance_scale,
-        identity=generator.identity,
+        identity=generator.mark.version,
     )

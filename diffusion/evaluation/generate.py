@@ -26,14 +26,15 @@ from diffusion.ema.posthoc import AVERAGE_SUFFIX
 from diffusion.errors import ConfigurationError, DataError, MachineError, UserError, first_line
 from diffusion.evaluation.config import SamplingConfig
 from diffusion.evaluation.prompts import Prompt, write_listing
-from diffusion.evaluation.protocol import content_hash, difference, text_hash
+from diffusion.evaluation.protocol import content_hash, difference
 from diffusion.files import atomic_path, read_json, write_json
+from diffusion.formats.marks import Mark, save_marked
 from diffusion.loading import load_model
 from diffusion.models.conditioning import DualTextEncoder
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.model_folders import PIPELINE_INDEX, load_pretrained
 from diffusion.models.networks import patch_size_of
-from diffusion.models.pretrained import is_pipeline, module_identity
+from diffusion.models.pretrained import is_pipeline, module_identity, weights_identity
 from diffusion.models.sampling import choose_sampler, inference_scheduler, training_scheduler
 from diffusion.randomness import Purpose, normal
 
@@ -44,8 +45,8 @@ GENERATION = "generation.json"
 class Generator(ABC):
     """Generates images from prompts and initial latents."""
 
-    identity: str
-    """Hash of the weights."""
+    mark: Mark
+    """Origin of its images: name, and hash of the weights."""
 
     resolution: int
     """Default side of images in pixels."""
@@ -119,10 +120,7 @@ class CheckpointGenerator(Generator):
 
     def __init__(self, model: LatentDiffusion, device: torch.device) -> None:
         self.vae_identity = module_identity(model.vae)
-        self.noise_scheduler = model.noise_scheduler
-        self.identity = text_hash(
-            f"{module_identity(model.network)} {self.vae_identity} {module_identity(model.text_encoder)}"
-        )
+        self.noise_scheduler, self.mark = model.noise_scheduler, model.mark
         self.model, self.device, self.resolution = model.to(device).eval(), device, model.resolution
         self.vae_factor, self.num_channels = model.vae_factor, model.network.config["in_channels"]
         self.side_factor = model.side_factor
@@ -179,7 +177,8 @@ class PipelineGenerator(Generator):
         self.is_prx, self.is_pixel = hasattr(pipeline, "transformer"), not hasattr(pipeline, "vae")
         network = pipeline.transformer if self.is_prx else pipeline.unet
         vae = nn.Identity() if self.is_pixel else pipeline.vae
-        self.identity = text_hash(" ".join(map(module_identity, (network, vae, text_encoder))))
+        version = weights_identity(network, vae, text_encoder)
+        self.mark = Mark(model=folder.resolve().name, version=version)
         self.pipeline, self.device = pipeline.to(device), device
         self.vae_factor, self.num_channels = pipeline.vae_scale_factor, network.config.in_channels
         self.side_factor = self.vae_factor * patch_size_of(network)
@@ -309,7 +308,7 @@ class GenerationTask:
         """Everything that the images depend on."""
         height, width = self.size(generator)
         return {
-            "model": generator.identity,
+            "model": generator.mark.version,
             "prompts": content_hash([prompt.text for prompt in self.prompts]),
             "images_per_prompt": self.sampling.images_per_prompt,
             "guidance_scale": self.guidance_scale,
@@ -366,7 +365,7 @@ def generate_images(generator: Generator, task: GenerationTask, folder: Path, la
             images = generator.generate(texts, latents, task.sampling, task.guidance_scale)
             for number, image in zip(numbers, images, strict=True):
                 with explained_writes(files[number]), atomic_path(files[number], durable=False) as partial:
-                    image.save(partial, format="PNG", compress_level=1)
+                    save_marked(image, partial, generator.mark, compress_level=1)
     barrier()
     on_first_rank(lambda: _write_listing(folder, task, files))
     return files

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from diffusion.config.model import ObjectiveConfig, Posterior
 from diffusion.datasets.batch import BatchKey, Entry
 from diffusion.errors import ConfigurationError
+from diffusion.formats.marks import Mark
 from diffusion.models import generation
 from diffusion.models.conditioning import Conditioner, TextEncoder
 from diffusion.models.fast.norms import use_low_precision_norms
@@ -39,7 +40,7 @@ from diffusion.models.objectives import (
     min_snr_weight,
     noise_process,
 )
-from diffusion.models.pretrained import FrozenParts, module_identity
+from diffusion.models.pretrained import FrozenParts, module_identity, weights_identity
 from diffusion.models.sampling import NoiseScheduler
 from diffusion.randomness import Purpose, bernoulli, normal
 
@@ -114,6 +115,9 @@ class LatentDiffusion(nn.Module):
         num_slots: samples of a global batch, for `objective.stratified_timesteps`; 0 outside of the Trainer, where
             timesteps are independent.
     """
+
+    name = "diffusion"
+    """Name of the model in its images: run, checkpoint and weights, if it is loaded from a run."""
 
     def __init__(
         self,
@@ -190,6 +194,11 @@ class LatentDiffusion(nn.Module):
         """Hashes of the frozen parts by name, as long as they are in the precision in which they were loaded."""
         own = {name: part for ingredient in self.ingredients for name, part in ingredient.frozen.items()}
         return self.frozen.identities() | {name: module_identity(part) for name, part in own.items()}
+
+    @property
+    def mark(self) -> Mark:
+        """Origin of its images, with a hash of the weights as they are now."""
+        return Mark(model=self.name, version=weights_identity(self.network, self.vae, self.text_encoder))
 
     @property
     def vae_factor(self) -> int:

@@ -424,6 +424,11 @@ def module_identity(module: nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
+def weights_identity(network: nn.Module, vae: nn.Module, text_encoder: nn.Module) -> str:
+    """Hash of the weights that images are generated with, 16 hexadecimal digits."""
+    return hashlib.sha256(" ".join(map(module_identity, (network, vae, text_encoder))).encode()).hexdigest()[:16]
+
+
 def tokenizer_identity(tokenizer: Any, num_chunks: int = 1) -> str:
     """Hash of a tokenizer's vocabulary, special tokens and length of all chunks, 16 hexadecimal digits."""
     content = {

@@ -25,6 +25,7 @@ from diffusion.models.build import build_model
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.sampling import image_grid
 from tests.tools.devtools import CHROMIUM, Tab
+from tests.tools.image_marks import read_mark
 from tests.tools.training_runs import ROOT
 
 YAML = str(ROOT / "tests/tools/toy.yaml")
@@ -194,7 +195,9 @@ def test_a_cap_holds_on_the_server(model, monkeypatch):
                 values["chosen"], api_name="/generate",
             )  # fmt: skip
 
-        assert ask()[-1] == "5, 6"
+        grid, seeds = ask()
+        assert seeds == "5, 6"
+        assert read_mark(grid["value"])["AISystemVersionUsed"] == model.mark.version
         ask(chosen=["raw"] * 20)
         assert [(one["height"], one["width"]) for one in calls] == [(side - 8, side - 8)] * 2, "each model once"
         for large in ({"height": side}, {"width": side}, {"num_images": 3}, {"num_steps": 3}):

@@ -11,8 +11,10 @@ from PIL import Image
 
 from diffusion.config.frozen import FrozenPaths
 from diffusion.errors import ConfigurationError, MachineError
+from diffusion.formats.marks import SOURCE_TYPE
 from diffusion.launch import choose_device
 from diffusion.models import LatentDiffusion, tiny
+from tests.tools.image_marks import read_mark
 from tests.tools.training_runs import ROOT
 
 
@@ -40,7 +42,7 @@ def command(model, tmp_path, monkeypatch):
     return run
 
 
-def test_images_and_their_listing_are_written(command, tmp_path):
+def test_images_and_their_listing_are_written(command, model, tmp_path):
     (tmp_path / "prompts.txt").write_text("a red circle\n\n  a blue star \n")
     options = ["--images-per-prompt", "2", "--steps", "1", "--seed", "7", "--columns", "3", "--width", "40"]
     command("--prompts-file", str(tmp_path / "prompts.txt"), *options)
@@ -49,6 +51,8 @@ def test_images_and_their_listing_are_written(command, tmp_path):
     assert rows == [{"file_name": f"{i:05d}.png", "prompt": prompts[i], "seed": 7 + i} for i in range(4)]
     assert {Image.open(tmp_path / "out" / row["file_name"]).size for row in rows} == {(40, 32)}
     assert Image.open(tmp_path / "out" / "grid.png").size == (3 * 42 + 2, 2 * 34 + 2)
+    mark = {"DigitalSourceType": SOURCE_TYPE, "AISystemUsed": "diffusion", "AISystemVersionUsed": model.mark.version}
+    assert [read_mark(tmp_path / "out" / name) for name in ("00000.png", "grid.png")] == [mark] * 2
 
 
 def test_each_batch_is_written_at_once_and_the_listing_last(command, model, tmp_path, monkeypatch, capsys):

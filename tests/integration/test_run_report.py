@@ -12,6 +12,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 from diffusion.distributed import PREEMPTED_EXIT_CODE
 from diffusion.reports.run import read_run
 from diffusion.reports.run_page import write_report
+from tests.tools.image_marks import read_mark
 from tests.tools.logged_points import stored_records
 from tests.tools.toys import API_KEY
 
@@ -94,6 +95,7 @@ def test_a_grid_says_what_it_shows(run: Path) -> None:
     with Image.open(run / "samples" / "step-000024.png") as grid:
         shown = json.loads(grid.info["samples"])
     assert (shown["prompts"], shown["weights"], shown["step"]) == (PROMPTS, "ema", NUM_STEPS)
+    assert read_mark(run / "samples" / "step-000024.png")["AISystemUsed"] == f"toy step {NUM_STEPS} ema"
 
 
 def test_wandb_has_configuration_group_tags_and_captions(run: Path) -> None:

@@ -8,6 +8,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline
+from PIL import Image
 from torch import Tensor, nn
 
 import diffusion.export
@@ -17,6 +18,7 @@ from diffusion.cli import train_command
 from diffusion.config.loading import load_config
 from diffusion.errors import ConfigurationError
 from diffusion.export import ExportLayout, export
+from diffusion.formats.marks import SOURCE_TYPE
 from diffusion.loading import Trained, load_model
 from diffusion.models.architectures import TINY, build_vae
 from diffusion.models.autoencoder import save_autoencoder
@@ -24,6 +26,7 @@ from diffusion.models.sampling import initial_latents
 from scripts.doctor import check_initial_weights
 from tests.tools.forking import free_port
 from tests.tools.hub_server import TOKEN, Hub, hub
+from tests.tools.image_marks import read_mark
 
 __all__ = ["hub"]
 
@@ -129,6 +132,15 @@ def test_what_a_layout_is_not_for_is_refused(runs, tmp_path, monkeypatch):
         with pytest.raises(ConfigurationError, match=part):
             export("elsewhere", file, layout=ExportLayout.ldm)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_example_of_the_card_marks_images(runs, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    example = (runs["folder"] / "README.md").read_text().partition("## Mark of the images")[2].split("```")[1]
+    exec(example.removeprefix("python"), {"image": Image.new("RGB", (8, 8))})
+    model = load_model(runs["base"])
+    mark = {"DigitalSourceType": SOURCE_TYPE, "AISystemUsed": model.name, "AISystemVersionUsed": model.mark.version}
+    assert [read_mark(f"image.{kind}") for kind in ("png", "jpg")] == [mark] * 2
 
 
 # Uploads

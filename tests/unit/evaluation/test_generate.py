@@ -24,6 +24,7 @@ from diffusion.evaluation.generate import (
 from diffusion.evaluation.images import image_files
 from diffusion.evaluation.prompts import Prompt
 from diffusion.models.latent_diffusion import LatentDiffusion
+from tests.tools.image_marks import read_mark
 from tests.tools.pipelines import write_model
 from tests.unit.models.test_pretrained import build
 
@@ -62,7 +63,7 @@ def test_its_images_are_those_of_the_model(model: LatentDiffusion, folder: Path,
     assert subject == EvaluatedModel(name="pipeline", path=str(folder), step=None, weights="")
     pipeline, checkpoint = load_generator(subject, CPU), CheckpointGenerator(model, CPU)
     assert isinstance(pipeline, PipelineGenerator)
-    assert (pipeline.resolution, pipeline.identity) == (32, checkpoint.identity)
+    assert (pipeline.resolution, pipeline.mark.version) == (32, checkpoint.mark.version)
     heun = Sampler.heun if model.objective.prediction_type is PredictionType.flow else None
     for scale, sampler in ((1.0, None), (3.0, heun)):
         images = {
@@ -71,6 +72,8 @@ def test_its_images_are_those_of_the_model(model: LatentDiffusion, folder: Path,
         }
         assert images["pipeline"].shape == (6, 32, 32, 3)
         assert np.abs(images["pipeline"] - images["checkpoint"]).max() <= 1
+        mark = read_mark(tmp_path / "pipeline" / f"cfg{scale:g}" / "000000.png")
+        assert (mark["AISystemUsed"], mark["AISystemVersionUsed"]) == ("pipeline", checkpoint.mark.version)
         assert np.abs(images["pipeline"][0] - images["pipeline"][1]).max() > 10, "two noises, one image"
 
 
