@@ -4,13 +4,14 @@
 
 Training logs nothing for this: the order of samples is a function of configuration, data and seed, and is computed
 again. CHECKPOINT is a checkpoint or a run. --data is the folder of the prepared data's buckets, with licences in their
-metadata. The default is the run's own streams, which hold only keys in the case of latents.
+metadata. The default is the run's own streams, which hold only keys in the case of latents. --summary writes, too, the
+public summary of training content that the EU's AI Act asks for (article 53(1)(d)), by the Commission's template. The
+provider completes it.
 """
 
 import argparse
 import csv
 import json
-from collections import Counter
 from pathlib import Path
 
 import yaml
@@ -25,6 +26,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("checkpoint", help="checkpoint, or run folder (newest checkpoint)")
     parser.add_argument("--data", type=Path, help="folder of the buckets of the prepared data, such as PREPARED/train")
     parser.add_argument("--out", type=Path, default=Path("seen.csv"), help="table to write (default: seen.csv)")
+    parser.add_argument("--summary", type=Path, metavar="FILE.md", help="summary of the training content to write")
     return parser.parse_args()
 
 
@@ -47,6 +49,7 @@ def main() -> None:
     from diffusion.datasets.sample_order import describe_changes
     from diffusion.errors import DataError
     from diffusion.formats.run_folder import BAD_IMAGES
+    from diffusion.operations.training_content import Content, write_summary
 
     checkpoint = resolve_checkpoint(options.checkpoint)
     config = from_dict(Config, yaml.safe_load(read_config(checkpoint)), str(checkpoint))
@@ -59,9 +62,7 @@ def main() -> None:
     runs = (checkpoint.parent.parent, Path(config.output_folder).expanduser())  # Of a run in a store: the second.
     bad = next((found for run in runs if (found := read_bad_images(run / BAD_IMAGES))), [])
     apply_substitutes(config, folders, counts, bad)
-    by_source: Counter[str] = Counter()
-    by_licence: Counter[str] = Counter()
-    num_seen = 0
+    content = Content()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(options.out) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
@@ -71,15 +72,24 @@ def main() -> None:
             metadata = json.dumps(one.metadata)
             texts = map(csv_text, (one.key, source, licence, one.stream))
             table.writerow([*texts, one.index, one.times, metadata])
-            by_source[source] += one.times
-            by_licence[licence or "(none given)"] += one.times
-            num_seen += 1
+            content.add(one)
     print(f"{checkpoint}: {num_steps} steps of {config.data.global_batch_size} samples")
-    print(f"{num_seen} images were seen, {sum(by_source.values())} times together; each is listed in {options.out}")
-    for title, counter in (("source", by_source), ("licence", by_licence)):
+    num_seen, num_draws = (counts["source"].total() for counts in (content.images, content.draws))
+    print(f"{num_seen} images were seen, {num_draws} times together; each is listed in {options.out}")
+    for title, counter in content.draws.items():
         print(f"\n{title:<40} samples")
         for name, count in counter.most_common():
             print(f"{name:<40} {count}")
+    if options.summary is not None:
+        write_summary(
+            options.summary,
+            content,
+            config=config,
+            checkpoint=checkpoint,
+            num_steps=num_steps,
+            folders=folders,
+            runs=runs,
+        )
     if config.init_from is not None:
         print(f"\nThe run began with the weights of {config.init_from.checkpoint}: list what that has seen, too")
 

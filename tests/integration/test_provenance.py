@@ -1,16 +1,21 @@
 """Which images a run has seen, where some of those that were drawn could not be used."""
 
 import csv
+import datetime
 import json
+import re
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from diffusion.config.loading import load_config
 from diffusion.datasets.bad_images import BadImage
-from diffusion.datasets.provenance import apply_substitutes, times_seen
+from diffusion.datasets.manifest import PreparedManifest, RejectedEntry, SourceEntry
+from diffusion.datasets.provenance import Exposure, apply_substitutes, times_seen
 from diffusion.datasets.sample_order import GlobalOrder, OrderSettings, StreamShape
+from diffusion.operations.training_content import Content, size_range, write_summary
 from tests.integration.test_bad_images_in_runs import runs
 from tests.integration.test_failures import SMALL
 from tests.tools.written_data import write_encoded, write_prepared
@@ -45,8 +50,43 @@ def test_the_command_lists_what_a_run_of_bad_images_has_seen(server, tmp_path: P
     root = write_prepared(tmp_path / "data", {"b": 64}, bad=(3, 4, 63))
     ((yaml, overrides),) = runs(root, tmp_path / "run", 8)
     server.train(1, [(yaml, overrides)])
-    out = tmp_path / "seen.csv"
-    server.command(0, ["scripts/provenance.py", str(tmp_path / "run"), "--out", str(out)])
+    out, summary = tmp_path / "seen.csv", tmp_path / "summary.md"
+    server.command(0, ["scripts/provenance.py", str(tmp_path / "run"), "--out", str(out), "--summary", str(summary)])
     times = {int(row["index"]): int(row["times"]) for row in csv.DictReader(out.open())}
     assert sum(times.values()) == 64
     assert times == {index: 1 for index in range(64) if index not in (3, 4, 63)} | {0: 2, 5: 3}
+    text = summary.read_text()
+    assert "| b |  |  | 0 | 0 | 61 | 64 |" in text
+    assert "| (none given) | 61 |" in text
+    assert f"before the run began on {datetime.datetime.now(datetime.UTC):%Y}" in text
+
+
+def test_a_summary_has_sources_domains_rejections_and_takedowns(tmp_path: Path, monkeypatch) -> None:
+    folder = write_prepared(tmp_path / "data", {"a": 4}) / "a"
+    source = SourceEntry(name="web", kind="parquet", path="s3://bucket/web", seen=1500, kept=4)
+    rejected = {"too_small": RejectedEntry(count=1496, examples=[])}
+    replace(PreparedManifest.read(tmp_path / "data"), sources=[source], rejected=rejected).write(tmp_path / "data")
+    (tmp_path / "data" / "withdrawn.json").write_text(json.dumps({"train/a": [1, 3], "validation/a": [0]}))
+    content = Content()
+    hosts = ["www.first.org", *(f"host{i}.org" for i in range(14))]
+    for i in range(20):
+        url = f"https://{hosts[max(0, i - 5)]}/{i}.jpg"
+        metadata = {"license": "CC BY | 4.0", "url": url} if i else {"URL": "https://[no address"}
+        content.add(Exposure(stream="a", index=i, times=2, key=f"web/{i}", metadata=metadata))
+    monkeypatch.setattr("diffusion.operations.training_content.read_identities", lambda _: {"text_encoder": "0123"})
+    config = load_config("yamls/tiny/phase1.yaml", [*SMALL, f"data.local={folder.parent}", "model.vae=some/vae"])
+    options = {"config": config, "checkpoint": Path("ep0-ba8"), "num_steps": 8, "folders": [folder], "runs": []}
+    write_summary(tmp_path / "summary.md", content, **options)
+    text = (tmp_path / "summary.md").read_text()
+    assert "| web | parquet | s3://bucket/web | 1,500 | 4 | 20 | 40 |" in text
+    assert "| CC BY \\| 4.0 | 19 |" in text
+    assert re.findall(r"\| (.*\.org) \| (\d+) \|", text) == [("first.org", "5"), ("host0.org", "1")]
+    assert "| too_small | 1,496 |" in text
+    assert "taken down from the data set: 2." in text
+    assert "`model.vae`: some/vae; text encoder with hash 0123" in text
+
+
+def test_the_ranges_of_sizes_are_those_of_the_template() -> None:
+    ranges = [size_range(number) for number in (10**6 - 1, 10**6, 10**9, 10**9 + 1)]
+    middle = "1 million to 1 billion images"
+    assert ranges == ["less than 1 million images", middle, middle, "more than 1 billion images"]
