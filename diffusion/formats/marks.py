@@ -86,12 +86,16 @@ def c2pa_signer(certificates: Path, key: Path) -> Sign:
     try:
         import c2pa
         from cryptography.hazmat.primitives.asymmetric import ec, ed25519
-        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+        from cryptography.hazmat.primitives.serialization import (
+            Encoding,
+            NoEncryption,
+            PrivateFormat,
+            load_pem_private_key,
+        )
     except ImportError as error:
         raise MachineError("manifests need the package c2pa-python; uv pip install -e '.[c2pa]'") from error
     try:
-        secret = key.read_bytes()
-        loaded, chain = load_pem_private_key(secret, None), certificates.read_bytes()
+        loaded, chain = load_pem_private_key(key.read_bytes(), None), certificates.read_bytes()
     except (OSError, ValueError, TypeError) as error:
         reason = getattr(error, "strerror", None) or "it is no private key in PEM without a password"
         raise ConfigurationError(f"{getattr(error, 'filename', None) or key} cannot be read: {reason}") from error
@@ -104,7 +108,7 @@ def c2pa_signer(certificates: Path, key: Path) -> Sign:
     def sign(content: bytes, image_format: str, mark: Mark) -> bytes:
         agent = {"name": mark.model, **({"version": mark.version} if mark.version else {})}
         created = {"action": "c2pa.created", "digitalSourceType": SOURCE_TYPE, "softwareAgent": agent}
-        assertion = {"label": "c2pa.actions.v2", "data": {"actions": [created]}}
+        assertion = {"label": "c2pa.actions.v2", "data": {"actions": [created]}, "created": True}
         manifest = {"claim_generator_info": [{"name": "diffusion"}], "assertions": [assertion]}
         signed = io.BytesIO()
         with c2pa.Builder(manifest, context=context) as builder:
@@ -112,6 +116,7 @@ def c2pa_signer(certificates: Path, key: Path) -> Sign:
         return signed.getvalue()
 
     try:
+        secret = loaded.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         signer = c2pa.Signer.from_info(c2pa.C2paSignerInfo(algorithm, chain, secret, None))
         content = io.BytesIO()
         Image.new("RGB", (1, 1)).save(content, "PNG")

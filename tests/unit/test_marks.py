@@ -81,7 +81,7 @@ def chain(tmp_path: Path) -> dict[str, Path]:
     files["root"].write_bytes(certificate("root", root, "root", root))
     files["certificates"].write_bytes(certificate("signer", signer, "root", root))
     for name, key in (("key", signer), ("another", another)):
-        files[name].write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+        files[name].write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.TraditionalOpenSSL, NoEncryption()))
     return files
 
 
