@@ -242,7 +242,7 @@ def test_a_family_on_the_meta_device_takes_no_memory(architecture):
         model = getattr(models, architecture.value)()
     parts = [model, *model.frozen_parts]
     tensors = [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
-    assert len(tensors) > 100
+    assert len(tensors) > 80
     assert all(tensor.is_meta for tensor in tensors)
 
 
