@@ -9,6 +9,7 @@ from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux
 from diffusers.pipelines.flux2.pipeline_flux2 import Flux2Pipeline
 from torch import Tensor
 
+from diffusion.config.data import ImageSize
 from diffusion.config.model import Architecture, FlowConfig, ModelConfig, ObjectiveConfig, Posterior, PredictionType
 from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError
@@ -18,6 +19,7 @@ from diffusion.models import LatentDiffusion, build_model, count_parameters
 from diffusion.models.architectures import side_factor, with_seed
 from diffusion.models.latents import fold_scaling, latent_space
 from diffusion.models.sampling import image_seeds, initial_latents
+from diffusion.preparation.encoding.models import Encoder, EncodingModels
 from tests.tools.pipelines import write_model
 
 SMALL = {"hidden_size": 64, "num_heads": 4, "depth": 2, "axes_dim": (8, 8)}
@@ -110,8 +112,15 @@ def test_a_pipeline_of_diffusers_decodes_the_latents_of_other_vaes(write, tmp_pa
     assert side_factor(config) == model.side_factor == (2 if write is flux2 else 4)
     counts = {"vae": model.vae, "network": model.network}
     assert count_parameters(config).items() >= {(k, sum(p.numel() for p in m.parameters())) for k, m in counts.items()}
+    batch, size = image_batch(model), ImageSize(32, 32)
+    encoder = Encoder(EncodingModels.of(model.frozen), "cpu", "fp32")
+    mean, logvar = encoder.start({size: batch[BatchKey.IMAGE]}, batch[BatchKey.TOKEN_IDS].int()).moments[size]
+    assert (logvar is None) == (write is deep)
+    stored = {BatchKey.LATENT_MEAN: mean} | ({} if logvar is None else {BatchKey.LATENT_LOGVAR: logvar})
+    encoded = {key: value for key, value in batch.items() if key != BatchKey.IMAGE} | stored
     with torch.no_grad():
-        assert model.loss(model.forward(image_batch(model)), {}).isfinite()  # pyright: ignore[reportAttributeAccessIssue]
+        losses = [model.loss(model.forward(one), one) for one in (batch, encoded)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=2e-3, atol=0)
     assert_pipeline_generates_the_same(model, tmp_path / "folder")
     with pytest.raises(ConfigurationError, match="no pipeline of a U-Net decodes"):
         build(ModelConfig(architecture=Architecture.tiny, vae=config.vae, network={"in_channels": channels}), posterior)
