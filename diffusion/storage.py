@@ -234,7 +234,7 @@ def write(uri: str, content: bytes, access: Access | None = None) -> None:
     if is_url(uri):
         _attempt(uri, access, lambda store: _s3(store).write(uri, content))
         return
-    with _writing(uri):
+    with writing(uri):
         Path(uri).parent.mkdir(parents=True, exist_ok=True)
         path = Path(uri)
         with atomic_path(path, partial=unique_partial(path)) as partial:  # Two workers may write the same file.
@@ -289,7 +289,7 @@ def delete(uris: Iterable[str], access: Access | None = None) -> None:
     uris = list(uris)
     for uri in uris:
         if not is_url(uri):
-            with _writing(uri):
+            with writing(uri):
                 Path(uri).unlink(missing_ok=True)
     uris = list(filter(is_url, uris))
     for start in range(0, len(uris), _PAGE_KEYS):
@@ -298,7 +298,8 @@ def delete(uris: Iterable[str], access: Access | None = None) -> None:
 
 
 @contextmanager
-def _writing(uri: str) -> Iterator[None]:
+def writing(uri: str) -> Iterator[None]:
+    """Explain errors of a file that the block writes."""
     try:
         yield
     except OSError as error:

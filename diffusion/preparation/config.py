@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from diffusion.chat import ServerConfig
 from diffusion.config.fields import MAX_SEED, bounded
 from diffusion.config.training import Plugin
 
@@ -166,9 +167,54 @@ class ScorerConfig(_ImagePlugin):
     """Images of one call. It determines the values as far as rounding goes."""
 
 
+CHAT_CAPTIONER = "diffusion.preparation.chat_captions.ChatCaptioner"
+
+
+@dataclass(kw_only=True)
+class ChatCaptionsConfig:
+    """Captions by a vision-language model behind a server."""
+
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+    model: str = MISSING
+    """Name by which the server knows the model, and by which the data set does."""
+
+    words: list[int] = bounded([12, 50, 150], min=1)
+    """Length of each caption, about: an image gets so many captions, in this order."""
+
+    prompt: str = (
+        "Describe this image for somebody who has to paint it: what it shows, how many, colours, positions, background,"
+        " style, light, and written words as they are. State only what can be seen, without introduction."
+    )
+    """Request of each image. `{captions}` in it stands for the captions that the image came with. What the answer has
+    to look like is added to it."""
+
+    max_side: int = bounded(768, min=32)
+    """Longer side in pixels to which images are reduced before they are sent, as JPEG."""
+
+    temperature: float | None = bounded(0.2, min=0)
+    """Of the first answer; it is 0.7 at least where an answer could not be used. Null: not sent."""
+
+    max_tokens: int | None = bounded(1024, min=1)
+    """Longest answer, in tokens; null: not sent."""
+
+    structured: bool = True
+    """Ask the server to keep to the JSON schema (`response_format`). Answers are checked in any case."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further keys of each request, such as `{chat_template_kwargs: {enable_thinking: false}}`."""
+
+
 @dataclass(kw_only=True)
 class CaptionerConfig(_ImagePlugin):
     """A captioner, loaded once per worker."""
+
+    path: str = CHAT_CAPTIONER
+    """Import path of a class or function, `package.module.Name`, which is called with `arguments`; by default the
+    captioner of `chat`."""
+
+    chat: ChatCaptionsConfig | None = None
+    """Captions by a server; null: by the captioner at `path`."""
 
     mode: CaptionMode = CaptionMode.beside
     """`missing`: caption the images without captions. `beside`: caption all, and keep the captions that they have.
@@ -176,6 +222,13 @@ class CaptionerConfig(_ImagePlugin):
 
     batch_size: int = bounded(8, min=1)
     """Images of one call. It determines the captions as far as rounding goes."""
+
+    def problems(self, key: str) -> Iterator[str]:
+        """Describe what is missing or given twice."""
+        if (self.chat is None) != (self.path != CHAT_CAPTIONER):
+            yield f"{key}: give one of `path`, a captioner of this machine, and `chat`, a server."
+        if self.chat is not None and not self.chat.words:
+            yield f"{key}.chat.words is empty, but gives the length of each caption. Set it to [50]."
 
 
 @dataclass(kw_only=True)

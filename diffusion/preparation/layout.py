@@ -46,6 +46,10 @@ CAPTIONS = "captions"
 GENERATED_CAPTIONS = "generated_captions"
 """Column beside the captions of a captioner, and entry of a sample's metadata: indices of those it wrote."""
 
+ANSWERS = "answers"
+"""Folder of a data set with the answers of a server for partitions that are not captioned yet, and column beside the
+captions: what the answer of each image took."""
+
 LOCATION = ("file", "version", "offset", "length", "row_group", "row")
 """Columns that make a `Location`."""
 

@@ -105,9 +105,10 @@ class MetadataDatabase:
 
     def metadata(self, parts: Sequence[int]) -> str:
         """Write a query of the metadata of some parts without scores."""
-        return self._read(METADATA, parts)
+        return self.read(METADATA, parts)
 
-    def _read(self, folder: str, parts: Sequence[int]) -> str:
+    def read(self, folder: str, parts: Sequence[int]) -> str:
+        """Write a query of a folder's files of some parts, with part and row number."""
         if storage.is_url(self.out):
             names = [storage.join(folder, part_name(part)) for part in parts]
             local_copies(self.out, [name for name in names if not (self.folder / name).exists()], self.folder)
@@ -126,7 +127,7 @@ class MetadataDatabase:
             alias = f"s{len(joins)}"
             # With the files of no part there would be no column.
             files = [part for part in parts if part in scored] or [min(scored)]
-            table = self._read(storage.join(SCORES, name), files)
+            table = self.read(storage.join(SCORES, name), files)
             joins.append(f"LEFT JOIN {table} {alias} ON {alias}.part = m.part AND {alias}.row_number = m.row_number")
             if name == CAPTIONS:
                 captions = f"coalesce({alias}.captions, m.captions)"

@@ -12,6 +12,7 @@ from diffusion.errors import DataError, MachineError
 from diffusion.files import PARTIAL, lock
 from diffusion.operations.lease import Applicant, await_lease, held
 from diffusion.preparation.layout import (
+    ANSWERS,
     DEAD_LETTERS,
     LISTINGS,
     METADATA,
@@ -65,7 +66,7 @@ def clear_result(out: str) -> None:
 def clear(out: str) -> None:
     """Remove a prepared data set; `scan.json`, by which the rest is known if this is stopped, goes last."""
     clear_result(out)
-    clear_folders(out, SCORES, METADATA, LISTINGS, REREAD)
+    clear_folders(out, SCORES, ANSWERS, METADATA, LISTINGS, REREAD)
     storage.delete([storage.join(out, SCORES_RECORD), storage.join(out, SCAN)])
 
 

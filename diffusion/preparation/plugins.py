@@ -3,16 +3,18 @@
 A plug-in is called with a batch: a sequence of images (decoded, upright, mode RGB, of any sizes) and the list of
 captions of each. Results must not depend on the other images of the batch.
 
-A captioner gets the captions of the source, which may be none, and returns a caption for each image; a blank one counts
-as none. A scorer gets the generated captions, too, and returns a number, a text or None for each image, in one data set
-either numbers or texts. A plug-in with the attribute `reads_images = False` gets None in place of each image, and no
-image is read.
+A captioner gets the captions of the source, which may be none, and returns a caption for each image, or a list of them;
+a blank one counts as none. A scorer gets the generated captions, too, and returns a number, a text or None for each
+image, in one data set either numbers or texts. A plug-in with the attribute `reads_images = False` gets None in place
+of each image, and no image is read.
 """
 
 import contextlib
+import functools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +52,23 @@ def check_plugins(config: PrepareConfig) -> None:
                 reason = seen.get(name, "it must consist of letters, digits and underscores, and begin with a letter")
                 raise ConfigurationError(f"{key}.column={plugin.column}: {reason}. Choose another name")
             seen[name] = f"{key} has it, too"
-        import_plugin(plugin, key)
+        _import(plugin, key)
+
+
+def _import(plugin: Config, key: str) -> Callable[[], Any]:
+    """Import a plug-in; return what loads it."""
+    arguments = plugin.arguments
+    if isinstance(plugin, CaptionerConfig) and plugin.chat is not None:
+        arguments = {**arguments, "chat": plugin.chat}
+    return functools.partial(import_plugin(replace(plugin, arguments=arguments), key), **arguments)
+
+
+def determining(plugin: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the settings of a plug-in, as `to_dict` gives them, that do not determine its results."""
+    values = {name: value for name, value in plugin.items() if name != "num_gpus" and (name, value) != ("chat", None)}
+    if "chat" in values:
+        values["chat"] = {name: value for name, value in values["chat"].items() if name != "server"}
+    return values
 
 
 def load_plugin(plugin: Config, key: str) -> Any:
@@ -67,7 +85,7 @@ def load_plugin(plugin: Config, key: str) -> Any:
             "resources of the cluster with `ray status`, or set num_gpus to 0 to compute on the CPU"
         )
     with contextlib.nullcontext() if plugin.num_gpus else _hidden_gpus():
-        loaded = import_plugin(plugin, key)(**plugin.arguments)
+        loaded = _import(plugin, key)()
     if not callable(loaded):
         raise ConfigurationError(f"{key}.path={plugin.path} makes an object that cannot be called with images")
     return loaded
@@ -109,14 +127,13 @@ def call_plugin(
 
 
 def merge_captions(text: Any, captions: Sequence[str], config: CaptionerConfig) -> tuple[list[str], list[int]]:
-    """Add a generated caption to those of an image; return all, and the indices of the generated ones among them."""
-    if text is not None and not isinstance(text, str):
+    """Add generated captions to those of an image; return all, and the indices of the generated ones among them."""
+    texts = text if isinstance(text, list) else [text]
+    if not all(one is None or isinstance(one, str) for one in texts):
         raise ConfigurationError(f"captioner.path={config.path} returned {text!r}; it must return texts")
-    text = clean_text(text or "").strip()
-    if not text:
-        return list(captions), []
-    kept = [] if config.mode is CaptionMode.instead else list(captions)
-    return [*kept, text], [len(kept)]
+    texts = [cleaned for one in texts if (cleaned := clean_text(one or "").strip())]
+    kept = [] if texts and config.mode is CaptionMode.instead else list(captions)
+    return [*kept, *texts], list(range(len(kept), len(kept) + len(texts)))
 
 
 def clean_score(value: Any) -> float | str | None:

@@ -17,7 +17,7 @@ from diffusion.preparation.engine import Workers
 from diffusion.preparation.explain import explain
 from diffusion.preparation.layout import LISTINGS, METADATA, PACKED, REPORT_NUMBERS, SCORES, SELECTION, part_name
 from diffusion.preparation.output import claim, clear_folders, clear_result
-from diffusion.preparation.plugins import check_plugins
+from diffusion.preparation.plugins import check_plugins, determining, load_plugin
 from diffusion.preparation.records import NothingKeptError
 from diffusion.preparation.removed import read_keys
 from diffusion.preparation.scan import Scan, Taken, changed_settings, scan_sources
@@ -93,6 +93,9 @@ def prepare(
     with claim(out, PreparedManifest.KIND):
         if removed is not None and finished is None:
             reject_scanned(out, read_keys(removed))
+        is_new = not storage.exists(storage.join(out, SCAN))
+        if is_new and "score" in stages and config.captioner is not None and config.captioner.chat is not None:
+            load_plugin(config.captioner, "captioner")  # No server there: before hours of scanning.
         if "scan" in stages:
             scan = scan_sources(config, workers=workers, progress=progress, overwrite=overwrite, only=only)
         else:
@@ -122,8 +125,9 @@ def prepare(
 
 def _settings(config: PrepareConfig) -> dict[str, Any]:
     settings = {name: value for name, value in to_dict(config).items() if name not in _NOT_OF_THE_DATA}
-    for plugin in filter(None, [settings["captioner"], *settings["scorers"]]):
-        del plugin["num_gpus"]
+    if settings["captioner"] is not None:
+        settings["captioner"] = determining(settings["captioner"])
+    settings["scorers"] = [determining(scorer) for scorer in settings["scorers"]]
     return settings
 
 

@@ -7,6 +7,7 @@ an image that is gone has none. Removed images are counted, and never shown.
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,18 @@ from diffusion import storage
 from diffusion.config.fields import size_text
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.errors import DataError, MachineError
-from diffusion.preparation.layout import CAPTIONS, LOCATION, REPORT_NUMBERS, REPORT_PAGE, SELECTION, local_copies
+from diffusion.preparation.layout import (
+    ANSWERS,
+    CAPTIONS,
+    LOCATION,
+    REPORT_NUMBERS,
+    REPORT_PAGE,
+    SCORES,
+    SELECTION,
+    local_copies,
+    part_name,
+    read_schema,
+)
 from diffusion.preparation.metadata import (
     MetadataDatabase,
     add_table,
@@ -47,6 +59,9 @@ logger = logging.getLogger(__name__)
 
 NUM_SHOWN = 12
 """Images of each bucket and of each reason on the page."""
+
+CAPTIONS_SHOWN = 6
+"""Images of each outcome of a server's captions."""
 
 NUM_BINS = 32
 MAX_VALUES, VALUES_SHOWN = 1000, 20
@@ -83,7 +98,8 @@ def write_report(out: str, scan: Scan, *, scratch: str | None = None) -> dict[st
         bytes by `SPLIT/BUCKET`. `histograms`: by column edges (a bin includes its upper edge), kept and rejected images
         by bin, and images without a number. `values`: by column and text, kept and rejected images. `shown_kept`: by
         bucket, the images with the smallest hashes of their keys. `shown_rejected`: by reason, the first images.
-        `duplicates`: those of them that were rejected as such, and the images that they duplicate.
+        `duplicates`: those of them that were rejected as such, and the images that they duplicate. `captions`: null, or
+        what a server answered: images by outcome, numbers, dollars, captions of several images, examples by outcome.
 
     Raises:
         DataError: it was not selected, or metadata are missing or damaged.
@@ -100,6 +116,7 @@ def write_report(out: str, scan: Scan, *, scratch: str | None = None) -> dict[st
         report["histograms"] = _histograms(database.connection, numbers)
         report["values"] = {name: found for name in texts if (found := _values(database.connection, name))}
         shown, pairs = _find_examples(database, selections)
+        report["captions"], captioned = _read_answers(database)
     for name, order in (("kept", report["buckets"]), ("rejected", report["reasons"])):
         report[f"shown_{name}"] = {
             group: [{name: row[name] for name in ("key", "width", "height", "detail")} for row in shown[group]]
@@ -107,7 +124,8 @@ def write_report(out: str, scan: Scan, *, scratch: str | None = None) -> dict[st
             if group in shown
         }
     report["duplicates"] = [{"key": row["key"], "of": of["key"], "reason": reason} for reason, row, of in pairs]
-    rows = [row for group in shown.values() for row in group] + [row for _, *pair in pairs for row in pair]
+    rows = [row for group in [*shown.values(), captioned] for row in group]
+    rows += [row for _, *pair in pairs for row in pair]
     values = {
         "title": "Prepared data",
         "report": report,
@@ -252,6 +270,47 @@ def _find_examples(
     return shown, pairs
 
 
+def _read_answers(database: MetadataDatabase) -> tuple[dict[str, Any] | None, list[Row]]:
+    """Count the answers of a server for captions, and find examples; nothing if no server wrote them."""
+    parts = sorted(database.scores.get(CAPTIONS, ()))
+    if not parts or ANSWERS not in read_schema(storage.join(database.out, SCORES, CAPTIONS, part_name(parts[0]))).names:
+        return None, []
+    connection, folder = database.connection, f"{SCORES}/{CAPTIONS}"
+    names = ("requests", "failures", "prompt_tokens", "completion_tokens", "dollars")
+    sums, outcomes = Counter[str](), Counter[str]()
+    for some in groups(parts, _PARTS_PER_QUERY):
+        counts = connection.execute(f"""SELECT answers.outcome, count(*),
+            {", ".join(f"coalesce(sum(answers.{name}), 0)" for name in names)}
+            FROM {database.read(folder, some)} WHERE answers IS NOT NULL GROUP BY ALL""").fetchall()
+        outcomes.update({outcome: count for outcome, count, *_ in counts})
+        for _, _, *values in counts:
+            sums.update(dict(zip(names, values, strict=True)))
+    first = parts[:_PARTS_PER_QUERY]
+    repeated = connection.execute(f"""SELECT caption, count(DISTINCT (part, row_number)) AS images FROM (
+            SELECT part, row_number, unnest(list_select(captions, list_transform(generated_captions, lambda i: i + 1)))
+            AS caption FROM {database.read(folder, first)} WHERE answers IS NOT NULL)
+        GROUP BY caption HAVING images > 1 ORDER BY images DESC, caption LIMIT {CAPTIONS_SHOWN}""").fetchall()
+    columns = ", ".join(f"m.{name}" for name in ("part", "row_number", "key", "xxh128", *LOCATION))
+    rows = (
+        connection.sql(f"""SELECT {columns}, answers.outcome AS outcome, answers.detail AS detail,
+            coalesce(list_select(c.captions, list_transform(generated_captions, lambda i: i + 1)), []) AS captions
+        FROM {database.read(folder, first)} c JOIN {database.metadata(first)} m USING (part, row_number)
+        WHERE answers IS NOT NULL AND m.reason <> {_REMOVED}
+        QUALIFY row_number() OVER (PARTITION BY answers.outcome ORDER BY key_hash) <= {CAPTIONS_SHOWN}
+        ORDER BY answers.outcome, key_hash""")
+        .to_arrow_table()
+        .to_pylist()
+    )
+    report = {
+        "outcomes": dict(outcomes.most_common()),
+        **{name: sums[name] for name in names},
+        "dollars_per_1000_images": 1000 * sums["dollars"] / max(outcomes.total(), 1),
+        "repeated": dict(repeated),
+        "examples": [{name: row[name] for name in ("key", "outcome", "captions", "detail")} for row in rows],
+    }
+    return report, rows
+
+
 def _read_thumbnails(scan: Scan, rows: Sequence[Row]) -> dict[str, str | None]:
     """Make data URIs of images by key; None for one that is gone, has changed or cannot be decoded."""
 
@@ -307,6 +366,17 @@ def _tables(report: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
             ((name, *(counts.get(reason, 0) for reason in ("", *reasons))) for name, counts in sources),
         ),
     }
+    if (captions := report["captions"]) is not None:
+        rows = [(name, count, _share(count, sum(captions["outcomes"].values())))
+                for name, count in captions["outcomes"].items()]  # fmt: skip
+        tables["Captions by a server"] = table(("outcome", "images", "share"), rows)
+        rows = [(name.replace("_", " "), captions[name]) for name in ("requests", "failures", "prompt_tokens")]
+        rows += [("completion tokens", captions["completion_tokens"])]
+        rows += (
+            [("dollars per 1,000 images", f"{captions['dollars_per_1000_images']:.3f}")] if captions["dollars"] else []
+        )
+        tables["What they took"] = table(("", "number"), rows)
+        tables["Captions of several images"] = table(("caption", "images"), captions["repeated"].items())
     for name, texts in report["values"].items():
         rows = [(text, one["kept"], one["rejected"]) for text, one in texts.items()]
         more = f", the {VALUES_SHOWN} most frequent of {len(rows)}" if len(rows) > VALUES_SHOWN else ""

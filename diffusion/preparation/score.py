@@ -11,8 +11,10 @@ Images are read where they lie, and only if the plug-in looks at them. A worker 
 import functools
 import logging
 import math
+import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -23,9 +25,18 @@ from diffusion import storage
 from diffusion.config.loading import to_dict
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.errors import ConfigurationError, DataError, first_line
+from diffusion.preparation.chat_captions import (
+    ANSWER_TYPE,
+    Answer,
+    ChatCaptioner,
+    Journal,
+    count_answer,
+    describe_answers,
+)
 from diffusion.preparation.config import CaptionerConfig, CaptionMode, Engine, PrepareConfig
 from diffusion.preparation.engine import Workers, progress_bar, run, visible_gpus
 from diffusion.preparation.layout import (
+    ANSWERS,
     CAPTIONS,
     GENERATED_CAPTIONS,
     LOCATION,
@@ -44,12 +55,13 @@ from diffusion.preparation.plugins import (
     Config,
     call_plugin,
     clean_score,
+    determining,
     load_plugin,
     merge_captions,
     named_plugins,
 )
 from diffusion.preparation.records import WITHOUT_CAPTION, Location, Partition
-from diffusion.preparation.scan import Scan
+from diffusion.preparation.scan import Scan, changed_settings
 from diffusion.preparation.sources import Source
 from diffusion.preparation.sources.reading import printable
 
@@ -95,6 +107,8 @@ class _Result(NamedTuple):
     """Type of the values; None if all are null: then no file was written."""
     failed: list[str]
     """Images that the plug-in failed on: their keys, and the errors."""
+    answers: Counter[str]
+    """Numbers of the answers of a server."""
 
 
 def score(config: PrepareConfig, scan: Scan, *, workers: Workers, progress: bool = False) -> None:
@@ -109,13 +123,14 @@ def score(config: PrepareConfig, scan: Scan, *, workers: Workers, progress: bool
         _remove_captions(config.out)
     captions: dict[str, Any] | None = None
     for key, plugin in named_plugins(config):
-        names = ("path", "arguments", "batch_size", *(["mode"] if isinstance(plugin, CaptionerConfig) else []))
-        values = to_dict(plugin)
-        identity = {**{name: values[name] for name in names}, "captions": captions}
+        values = determining(to_dict(plugin))
+        names = ("path", "arguments", "batch_size", "mode", "chat")
+        identity = {**{name: values[name] for name in names if name in values}, "captions": captions}
         step = _Step(out=config.out, key=key, plugin=plugin, identity=identity, convert_to_srgb=config.convert_to_srgb)
         _run_missing(step, scan, workers, progress)
         if isinstance(plugin, CaptionerConfig):
             captions = identity
+            clear_folders(config.out, ANSWERS)
 
 
 def _run_missing(step: _Step, scan: Scan, workers: Workers, progress: bool) -> None:
@@ -131,7 +146,7 @@ def _run_missing(step: _Step, scan: Scan, workers: Workers, progress: bool) -> N
     if finished:
         kind = read_schema(storage.join(step.folder, part_name(min(finished)))).field(step.column).type
     untyped: dict[int, int] = {}
-    is_settled, failed = False, list[str]()
+    is_settled, failed, answers, start = False, list[str](), Counter[str](), time.monotonic()
     make, tasks = functools.partial(_Worker, step), map(scan.find, numbers)
 
     def write_untyped() -> None:
@@ -144,6 +159,7 @@ def _run_missing(step: _Step, scan: Scan, workers: Workers, progress: bool) -> N
         for result in run(_on_gpus(workers, num_gpus), make, tasks, num_gpus=num_gpus, describe=_describe):
             bar.update()
             failed += result.failed
+            answers += result.answers
             if result.kind is None:
                 untyped[result.number] = result.num_rows
                 if is_settled:
@@ -162,6 +178,8 @@ def _run_missing(step: _Step, scan: Scan, workers: Workers, progress: bool) -> N
     if failed:
         logger.warning("%s failed on %d images, which have no value in %s; the first: %s", step.plugin.path,
                        len(failed), step.column, sorted(failed)[0])  # fmt: skip
+    if answers:
+        logger.info("%s, %.1f images/s", describe_answers(answers), answers["images"] / (time.monotonic() - start))
 
 
 def _describe(task: tuple[Source, Partition]) -> str:
@@ -173,7 +191,8 @@ def _finished_parts(step: _Step) -> set[int]:
     """Numbers of the parts that are there; those of another identity are deleted."""
     record = read_scores_record(step.out)
     if record.get(step.column) != step.identity:
-        clear_folders(step.out, f"{SCORES}/{step.column}")
+        _check_unpaid(step.out, record.get(step.column), step.identity)
+        clear_folders(step.out, f"{SCORES}/{step.column}", *([ANSWERS] if step.column == CAPTIONS else []))
         storage.write_json(storage.join(step.out, SCORES_RECORD), {**record, step.column: step.identity})
     return part_numbers(step.folder)
 
@@ -181,9 +200,21 @@ def _finished_parts(step: _Step) -> set[int]:
 def _remove_captions(out: str) -> None:
     """Remove what a former captioner wrote: the captions of `scores` take the place of those of the sources."""
     record = read_scores_record(out)
-    if record.pop(CAPTIONS, None) is not None:
-        clear_folders(out, f"{SCORES}/{CAPTIONS}")
+    if (there := record.pop(CAPTIONS, None)) is not None:
+        _check_unpaid(out, there, {})
+        clear_folders(out, f"{SCORES}/{CAPTIONS}", ANSWERS)
         storage.write_json(storage.join(out, SCORES_RECORD), record)
+
+
+def _check_unpaid(out: str, there: dict[str, Any] | None, given: dict[str, Any]) -> None:
+    """Raise a DataError instead of removing the captions of a server, which may have cost money."""
+    folders = [storage.join(out, name) for name in (f"{SCORES}/{CAPTIONS}", ANSWERS)]
+    if there and there.get("chat") and any(map(storage.list_files, folders)):
+        changes = changed_settings(there["chat"], given.get("chat") or {}) or ["another captioner, mode or none"]
+        raise DataError(
+            f"{storage.shown(out)} has captions of {there['chat']['model']} by other settings ({'; '.join(changes)}); "
+            f"remove {' and '.join(map(storage.shown, folders))} to do without them, or choose another folder"
+        )
 
 
 def _empty_parts(step: _Step, numbers: Iterable[int], kind: pa.DataType) -> dict[int, int]:
@@ -215,11 +246,12 @@ class _Worker:
         self._plugin = load_plugin(step.plugin, step.key)
         self._reads_images = getattr(self._plugin, "reads_images", True)
         self._failed: list[str] = []
+        self._answers = Counter[str]()
 
     def __call__(self, task: tuple[Source, Partition]) -> _Result:
         number = task[1].number
         name = part_name(number)
-        self._failed = []
+        self._failed, self._answers = [], Counter()
         rows = read_table(storage.join(self._step.out, METADATA, name), _COLUMNS).to_pylist()
         if self._step.identity["captions"] is not None:
             captioned = read_table(storage.join(self._step.out, SCORES, CAPTIONS, name), ["captions"])["captions"]
@@ -228,7 +260,10 @@ class _Worker:
         columns = (self._captions if isinstance(self._config, CaptionerConfig) else self._scores)(task, rows)
         if columns:
             self._step.write(number, columns)
-        return _Result(number, len(rows), columns[self._step.column].type if columns else None, self._failed)
+        if isinstance(self._plugin, ChatCaptioner):
+            self._journal(number).remove()
+        kind = columns[self._step.column].type if columns else None
+        return _Result(number, len(rows), kind, self._failed, self._answers)
 
     def _scores(self, task: tuple[Source, Partition], rows: list[dict[str, Any]]) -> dict[str, pa.Array]:
         """Return the column of a scorer; nothing if it is empty."""
@@ -248,29 +283,59 @@ class _Worker:
         generated: list[list[int] | None] = [None] * len(rows)
         every = self._config.mode is not CaptionMode.missing
         chosen = [i for i, row in enumerate(rows) if _is_usable(row) and (every or not row["captions"])]
-        for i, text in self._results(task, rows, chosen):
-            captions[i], indices = merge_captions(text, captions[i], self._config)
+        answers: list[dict[str, Any] | None] = [None] * len(rows)
+        is_chat = isinstance(self._plugin, ChatCaptioner)
+        for i, result in (self._answered if is_chat else self._results)(task, rows, chosen):
+            if isinstance(result, Answer):
+                answers[i] = asdict(result)
+                result = result.texts
+            captions[i], indices = merge_captions(result, captions[i], self._config)
             generated[i] = indices or None
         return {
             CAPTIONS: pa.array(captions, pa.list_(pa.string())),
             GENERATED_CAPTIONS: pa.array(generated, pa.list_(pa.int32())),
+            **({ANSWERS: pa.array(answers, ANSWER_TYPE)} if is_chat else {}),
         }
+
+    def _journal(self, number: int) -> Journal:
+        assert isinstance(self._config, CaptionerConfig) and self._config.chat is not None
+        return Journal(self._step.out, number, self._config.chat.server.concurrency)
+
+    def _answered(
+        self, task: tuple[Source, Partition], rows: list[dict[str, Any]], chosen: Sequence[int]
+    ) -> Iterator[tuple[int, Answer]]:
+        """Yield a server's answers for the chosen rows; it is not asked again for those in the journal."""
+        journal = self._journal(task[1].number)
+        known, identities = journal.read(), {i: journal.identify(rows[i]) for i in chosen}
+        missing = [i for i in chosen if identities[i] not in known]
+        yield from ((i, known[identities[i]]) for i in chosen if identities[i] in known)
+        images = ((i, image, rows[i]["captions"] or []) for i, image in self._decoded(task, rows, missing))
+        try:
+            for i, answer in self._plugin.stream(images):
+                journal.add(identities[i], answer)
+                self._answers.update(count_answer(answer))
+                yield i, answer
+        finally:
+            journal.flush()
 
     def _results(
         self, task: tuple[Source, Partition], rows: list[dict[str, Any]], chosen: Sequence[int]
     ) -> Iterator[tuple[int, Any]]:
         """Yield the plug-in's result for each of the chosen rows, with the number of the row."""
+        for batch in _batches(self._decoded(task, rows, chosen), self._config.batch_size):
+            yield from zip([i for i, _ in batch], self._call(rows, batch), strict=True)
+
+    def _decoded(
+        self, task: tuple[Source, Partition], rows: list[dict[str, Any]], chosen: Sequence[int]
+    ) -> Iterator[tuple[int, Image.Image | None]]:
+        """Yield the numbers of the chosen rows and their images, or None if the plug-in reads none."""
         source, partition = task
         images: Iterable[bytes | None] = [None] * len(chosen)
         if self._reads_images and chosen:
             locations = [Location(**{name: rows[i][name] for name in LOCATION}) for i in chosen]
             images = source.images(partition, locations)
-        decoded = (
-            (i, None if content is None else _decode(rows[i], content, self._step.convert_to_srgb))
-            for i, content in zip(chosen, images, strict=True)
-        )
-        for batch in _batches(decoded, self._config.batch_size):
-            yield from zip([i for i, _ in batch], self._call(rows, batch), strict=True)
+        for i, content in zip(chosen, images, strict=True):
+            yield i, None if content is None else _decode(rows[i], content, self._step.convert_to_srgb)
 
     def _call(self, rows: list[dict[str, Any]], batch: "_Batch") -> list[Any]:
         """Return the results of a batch; None for an image on which the plug-in fails, if it does not on a plain one.

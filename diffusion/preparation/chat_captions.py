@@ -1,0 +1,351 @@
+"""Captioner: a vision-language model behind a server that speaks the chat-completions protocol.
+
+captioner:
+  chat:
+    model: Qwen/Qwen3-VL-30B-A3B-Instruct
+    server: {url: http://localhost:8000/v1}
+
+Several captions of an image come in one answer, a JSON object. An answer that is no such object, repeats itself or
+breaks off is asked for again; a refusal is not. Each answer goes to a journal as it comes: a start after a kill asks
+again for the images whose requests were under way, at most `concurrency` of each worker, and for no other.
+"""
+
+import json
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import xxhash
+from PIL import Image
+
+from diffusion import storage
+from diffusion.chat import Chat, Reply, UnansweredError
+from diffusion.errors import ConfigurationError
+from diffusion.files import append_json_lines, read_json_lines
+from diffusion.preparation.config import ChatCaptionsConfig
+from diffusion.preparation.layout import ANSWERS, local_copies
+from diffusion.reports.page import image_uri
+
+_JPEG_QUALITY = 90
+
+PLAIN_IMAGE = Image.new("RGB", (64, 64), "grey")
+"""A server that does not answer for it answers for no image."""
+
+_MAX_USELESS = 32
+"""Images without a usable answer at the start of a worker after which it ends: more would cost money for nothing."""
+
+_MIN_TRIPLES, _MIN_DISTINCT = 24, 0.6
+"""A text with so many sequences of three words is repetitive if less than this share of them is distinct."""
+
+_REFUSAL = re.compile(
+    r"(?i)^\W*(i'?m |i am |we are |we're )?(very |so )?(sorry|unable to|not able to|afraid)\b"
+    r"|^\W*(i|we) (can'?t|can ?not|won'?t|will not|must decline)\b|^\W*as an ai\b"
+)
+"""Beginnings of answers that decline."""
+
+
+class Outcome(str, Enum):
+    """Result of asking for the captions of an image."""
+
+    captioned = "captioned"
+    refused = "refused"
+    repetitive = "repetitive"
+    invalid = "invalid"
+    """Not the JSON object that was asked for."""
+    failed = "failed"
+    """The server answers other images, and not this one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Captions of an image, and what they took."""
+
+    texts: list[str]
+    outcome: Outcome
+    requests: int
+    """Answers of the model, of which the last counts."""
+    failures: int
+    """Attempts without an answer."""
+    prompt_tokens: int
+    completion_tokens: int
+    dollars: float | None
+    detail: str = ""
+    """Beginning of an answer that cannot be used, or message of the server."""
+
+
+ANSWER_TYPE = pa.struct(
+    {
+        "outcome": pa.string(),
+        "requests": pa.int64(),
+        "failures": pa.int64(),
+        "prompt_tokens": pa.int64(),
+        "completion_tokens": pa.int64(),
+        "dollars": pa.float64(),
+        "detail": pa.string(),
+    }
+)
+"""Type of the column `answers` beside the captions: an `Answer` without its texts."""
+
+
+_NUMBERS = ("requests", "failures", "prompt_tokens", "completion_tokens", "dollars")
+
+
+class ChatCaptioner:
+    """Asks for the captions of several images at the same time."""
+
+    def __init__(self, chat: ChatCaptionsConfig) -> None:
+        """Check that the server is there and has the model.
+
+        Raises:
+            MachineError: it is not there.
+            ConfigurationError: it refuses the key, or has no such model.
+        """
+        self._config = chat
+        self._chat = Chat(chat.server, chat.model)
+        self._chat.check()
+        self._keys = [f"caption_{i + 1}" for i in range(len(chat.words))]
+        self._num_useless: int | None = 0
+        """Unusable answers so far; None after the first usable one."""
+
+    def __call__(self, images: Sequence[Image.Image], captions: Sequence[list[str]]) -> list[list[str]]:
+        """Return the captions of each image; none for one without a usable answer."""
+        found = dict(self.stream(zip(range(len(images)), images, captions, strict=True)))
+        return [found[i].texts for i in range(len(images))]
+
+    def stream(self, images: Iterable[tuple[int, Image.Image, list[str]]]) -> Iterator[tuple[int, Answer]]:
+        """Yield the answers for numbered images with their captions, as they come.
+
+        After an error the answers under way are yielded first.
+
+        Raises:
+            ConfigurationError: the server rejects every request, or the first answers cannot be used.
+            MachineError: it does not answer any more.
+        """
+        source, limit = iter(images), self._config.server.concurrency
+        pending: dict[Future[Answer], int] = {}
+        useless: list[tuple[int, Answer]] = []
+        error: BaseException | None = None
+        with ThreadPoolExecutor(limit) as pool:
+            try:
+                while True:
+                    try:
+                        while error is None and len(pending) < limit:
+                            number, image, captions = next(source)
+                            pending[pool.submit(self._caption, data_url(image, self._config.max_side), captions)] = (
+                                number
+                            )
+                    except StopIteration:
+                        pass
+                    except Exception as raised:  # noqa: BLE001 it is raised below
+                        error = raised
+                    if not pending:
+                        break
+                    for future in wait(pending, return_when=FIRST_COMPLETED).done:
+                        number = pending.pop(future)
+                        if (raised := future.exception()) is not None:
+                            error = error or raised
+                            self._chat.stop()
+                            continue
+                        useless.append((number, future.result()))
+                        error = error or self._judge(future.result())
+                        if self._num_useless is None:
+                            yield from useless
+                            useless.clear()
+            finally:
+                if pending:  # The consumer has failed.
+                    self._chat.stop()
+        if error is not None:
+            raise error
+        yield from useless
+
+    def _judge(self, answer: Answer) -> ConfigurationError | None:
+        """Count the answers up to the first that can be used; return an error if they are too many."""
+        if answer.outcome is Outcome.captioned:
+            self._num_useless = None
+        elif self._num_useless is not None:
+            self._num_useless += 1
+            if self._num_useless >= _MAX_USELESS:
+                return ConfigurationError(
+                    f"none of the first {self._num_useless} images got captions from {self._config.model}: the last "
+                    f"answer was {answer.outcome.value} ({answer.detail}); correct model, prompt, max_tokens or options"
+                )
+        return None
+
+    def _caption(self, url: str, captions: Sequence[str]) -> Answer:
+        """Ask for the captions of an image until the answer can be used."""
+        config, attempts = self._config, self._config.server.attempts
+        requests = failures = prompt_tokens = completion_tokens = 0
+        outcome, texts, detail = Outcome.failed, list[str](), ""
+        while requests < attempts and outcome not in (Outcome.captioned, Outcome.refused):
+            try:
+                reply = self._ask(url, captions, requests)
+            except UnansweredError as error:
+                failures += error.failures
+                outcome, detail = Outcome.failed, str(error)
+                if not self._answers_others(error):
+                    continue  # Until the client loses its patience.
+                break
+            requests, failures = requests + 1, failures + reply.failures
+            prompt_tokens += reply.prompt_tokens
+            completion_tokens += reply.completion_tokens
+            outcome, texts = read_reply(reply, self._keys)
+            detail = "" if texts else " ".join(reply.text.split())[:200]
+        return Answer(
+            texts=texts,
+            outcome=outcome,
+            detail=detail,
+            requests=requests,
+            failures=failures,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            dollars=config.server.dollars(prompt_tokens, completion_tokens),
+        )
+
+    def _ask(self, url: str, captions: Sequence[str], earlier: int) -> Reply:
+        """Ask once; later attempts are further from the first than the same request would be."""
+        config = self._config
+        lengths = {key: f"about {words} words" for key, words in zip(self._keys, config.words, strict=True)}
+        prompt = config.prompt.replace("{captions}", "\n".join(captions))
+        prompt += f"\n\nAnswer with a JSON object of captions of these lengths: {json.dumps(lengths)}"
+        schema = {
+            "type": "object",
+            "properties": {key: {"type": "string"} for key in self._keys},
+            "required": self._keys,
+            "additionalProperties": False,
+        }
+        image = {"type": "image_url", "image_url": {"url": url}}
+        described = {"type": "json_schema", "json_schema": {"name": "captions", "strict": True, "schema": schema}}
+        temperature = config.temperature
+        return self._chat.ask(
+            [{"role": "user", "content": [image, {"type": "text", "text": prompt}]}],
+            {
+                "temperature": max(temperature, 0.7) if earlier and temperature is not None else temperature,
+                "max_tokens": config.max_tokens,
+                "response_format": described if config.structured else None,
+                **config.options,
+            },
+        )
+
+    def _answers_others(self, error: UnansweredError) -> bool:
+        """Ask about a plain image; a ConfigurationError if the server rejects that, too."""
+        try:
+            self._ask(data_url(PLAIN_IMAGE, self._config.max_side), ["a plain image"], 0)
+        except UnansweredError as other:
+            if error.is_rejected and other.is_rejected:
+                raise ConfigurationError(
+                    f"{self._config.server.url} rejects every image: {other}; the model must take images, and "
+                    "`structured: false` asks for no JSON schema"
+                ) from error
+            return False
+        return True
+
+
+def data_url(image: Image.Image, max_side: int) -> str:
+    """Reduce an image, and write it as JPEG into a URL."""
+    image = image.copy()
+    image.thumbnail((max_side, max_side), Image.Resampling.LANCZOS)
+    return image_uri(image, jpeg_quality=_JPEG_QUALITY)
+
+
+def read_reply(reply: Reply, keys: Sequence[str]) -> tuple[Outcome, list[str]]:
+    """Judge an answer of the model; return its captions too, if they can be used."""
+    if reply.finish_reason in ("refusal", "content_filter"):
+        return Outcome.refused, []
+    start, stop = reply.text.find("{"), reply.text.rfind("}") + 1  # Some models put it into a block of Markdown.
+    try:
+        value = json.loads(reply.text[start:stop])
+    except (ValueError, RecursionError):
+        value = None
+    texts = [value.get(key) for key in keys] if isinstance(value, dict) else []
+    texts = [" ".join(text.split()) for text in texts if isinstance(text, str)]
+    if any(map(_REFUSAL.search, texts or [reply.text])):
+        return Outcome.refused, []
+    if any(map(is_repetitive, texts or [reply.text])):
+        return Outcome.repetitive, []
+    if len(texts) < len(keys) or not all(texts) or len(set(texts)) < len(texts):
+        return Outcome.invalid, []
+    return Outcome.captioned, texts
+
+
+def is_repetitive(text: str) -> bool:
+    """Return whether a text repeats a word, or most of its sequences of three words, as models do in a loop."""
+    words = re.findall(r"\w+", text.lower())
+    triples = list(zip(words, words[1:], words[2:], strict=False))
+    if any(len({*four}) == 1 for four in zip(words, words[1:], words[2:], words[3:], strict=False)):
+        return True
+    return len(triples) >= _MIN_TRIPLES and len({*triples}) < _MIN_DISTINCT * len(triples)
+
+
+class Journal:
+    """Answers for a partition that is not captioned yet: lines of JSON, by image and source captions.
+
+    A file of this machine gets each answer at once. In an object store `concurrency` of them are an object, so that a
+    kill may lose as many again.
+    """
+
+    def __init__(self, out: str, number: int, concurrency: int) -> None:
+        self._uri = storage.join(out, ANSWERS, f"{number:06}")
+        self._path = None if storage.is_url(out) else Path(f"{self._uri}.jsonl")
+        self._size = concurrency if self._path is None else 1
+        self._rows: list[dict[str, Any]] = []
+
+    @staticmethod
+    def identify(row: dict[str, Any]) -> str:
+        """Hash what determines the request of an image."""
+        return xxhash.xxh3_128_hexdigest(json.dumps([row["xxh128"], row["captions"]]))
+
+    def read(self) -> dict[str, Answer]:
+        """Read the answers of earlier starts; what a kill cut off is none."""
+        with tempfile.TemporaryDirectory() as temporary:
+            paths = [self._path] if self._path else [
+                local_copies(self._uri, [name], Path(temporary)) / name for name in storage.list_files(self._uri)
+            ]  # fmt: skip
+            rows = [row for path in paths for row in read_json_lines(path) if row is not None]
+        return {row.pop("id"): Answer(**{**row, "outcome": Outcome(row["outcome"])}) for row in rows}
+
+    def add(self, identity: str, answer: Answer) -> None:
+        """Keep an answer."""
+        self._rows.append({"id": identity, **asdict(answer)})
+        if len(self._rows) >= self._size:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what was gathered."""
+        rows, self._rows = self._rows, []
+        if rows and self._path is not None:
+            with storage.writing(str(self._path)):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                append_json_lines(self._path, rows)
+        elif rows:
+            content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+            storage.write(storage.join(self._uri, f"{xxhash.xxh3_64_hexdigest(content)}.jsonl"), content)
+
+    def remove(self) -> None:
+        """Remove the answers: the partition is captioned."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+        else:
+            storage.delete(storage.join(self._uri, name) for name in storage.list_files(self._uri))
+
+
+def count_answer(answer: Answer) -> Counter[str]:
+    """Return an answer's numbers, to be added up."""
+    numbers = {name: getattr(answer, name) or 0 for name in _NUMBERS}
+    return Counter({"images": 1, answer.outcome.value: 1, **numbers})
+
+
+def describe_answers(counts: Counter[str]) -> str:
+    """Write the numbers of answers into a line."""
+    outcomes = ", ".join(f"{counts[one.value]:,} {one.value}" for one in Outcome if counts[one.value])
+    price = f", ${1000 * counts['dollars'] / counts['images']:.2f} per 1,000 images" if counts["dollars"] else ""
+    return (
+        f"{counts['images']:,} images: {outcomes}; {counts['requests']:,} answers after {counts['failures']:,} failed "
+        f"attempts, {counts['prompt_tokens']:,} prompt and {counts['completion_tokens']:,} completion tokens{price}"
+    )
