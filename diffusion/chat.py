@@ -36,6 +36,13 @@ _TRANSIENT = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus.TOO_EA
 _ABSENT = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
 
 
+_REFUSAL = re.compile(
+    r"(?i)^\W*(i'?m |i am |we are |we're )?(very |so )?(sorry|unable to|not able to|afraid)\b"
+    r"|^\W*(i|we) (can'?t|can ?not|won'?t|will not|must decline)\b|^\W*as an ai\b"
+)
+"""Beginnings of answers that decline."""
+
+
 @dataclass(kw_only=True)
 class ServerConfig:
     """A server that speaks the chat-completions protocol, and how it is used. It does not determine the data."""
@@ -302,6 +309,16 @@ def _reply(answer: Any, failures: int) -> Reply:
         completion_tokens=completion_tokens,
         failures=failures,
     )
+
+
+def is_refusal(reply: Reply) -> bool:
+    """Return whether the model, or a filter behind it, declines to answer."""
+    return reply.finish_reason in ("refusal", "content_filter") or declines(reply.text)
+
+
+def declines(text: str) -> bool:
+    """Return whether a text begins as refusals do."""
+    return _REFUSAL.search(text) is not None
 
 
 def _message(content: bytes) -> str:

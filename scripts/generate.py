@@ -30,6 +30,12 @@ def parse_arguments() -> argparse.Namespace:
     source.add_argument(
         "--prompts-file", type=Path, help="text file with one prompt per line, or a table, .jsonl or .json of prompts"
     )
+    parser.add_argument(
+        "--rewrite", metavar="URL", help="rewrite the prompts by a chat server, as http://localhost:8000/v1"
+    )
+    parser.add_argument("--rewrite-model", metavar="NAME", help="name of its model")
+    parser.add_argument("--rewrite-key", metavar="VARIABLE", help="environment variable with its key; default: no key")
+    parser.add_argument("--rewrite-instructions", type=Path, metavar="FILE", help="text in place of the usual request")
     parser.add_argument("--negative-prompt", help="prompt to avoid; default: the empty caption")
     parser.add_argument(
         "--weights", default="raw", help="raw: training weights; ema: their average; decay-0.999: one of several"
@@ -73,6 +79,31 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
     return texts
 
 
+def rewritten(arguments: argparse.Namespace, prompts: list[str]) -> list[str]:
+    """Prompts by the server of --rewrite, or as they are without it.
+
+    Raises:
+        ConfigurationError: an option is missing, or the server has no such model.
+        MachineError: it does not answer.
+    """
+    if arguments.rewrite is None:
+        return prompts
+    if arguments.rewrite_model is None:
+        raise ConfigurationError("--rewrite needs --rewrite-model NAME, the model of the server")
+    from diffusion.chat import ServerConfig
+    from diffusion.evaluation.rewriting import INSTRUCTIONS, rewrite_prompts
+
+    instructions = INSTRUCTIONS
+    if arguments.rewrite_instructions is not None:
+        try:
+            instructions = arguments.rewrite_instructions.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"--rewrite-instructions: {error}") from error
+    server = ServerConfig(url=arguments.rewrite, key_variable=arguments.rewrite_key)
+    with error_context("--rewrite"):
+        return rewrite_prompts(prompts, server, arguments.rewrite_model, instructions)
+
+
 def read_seeds(arguments: argparse.Namespace, num_images: int) -> list[int]:
     """Seeds of the images.
 
@@ -105,9 +136,8 @@ def writing(out: Path) -> Iterator[None]:
 def main() -> None:
     """Load, generate, write."""
     arguments = parse_arguments()
-    prompts = read_prompts(arguments)
-    texts = [prompt for prompt in prompts for _ in range(arguments.images_per_prompt)]
-    seeds = read_seeds(arguments, len(texts))
+    prompts = [prompt for prompt in read_prompts(arguments) for _ in range(arguments.images_per_prompt)]
+    seeds = read_seeds(arguments, len(prompts))
     device = choose_device(arguments.device)
     out: Path = arguments.out
     with writing(out):
@@ -115,11 +145,13 @@ def main() -> None:
         with tempfile.TemporaryFile(dir=out):
             pass
 
-    from diffusion.evaluation.prompts import LISTING, write_listing
     from diffusion.formats.marks import c2pa_signer, save_marked
-    from diffusion.loading import load_model
 
     sign = c2pa_signer(*arguments.c2pa) if arguments.c2pa else None
+    texts = rewritten(arguments, prompts)
+
+    from diffusion.evaluation.prompts import LISTING, write_listing
+    from diffusion.loading import load_model
     from diffusion.models.sampling import image_grid
 
     model = load_model(arguments.checkpoint, weights=arguments.weights, paths=frozen_paths(arguments)).to(device)
@@ -147,7 +179,8 @@ def main() -> None:
             (out / LISTING).unlink(missing_ok=True)  # Of other images.
             for i, image in enumerate(images, start):
                 save_marked(image, out / f"{i:05d}.png", mark, sign=sign)
-                rows.append({"file_name": f"{i:05d}.png", "prompt": texts[i], "seed": seeds[i]})
+                row = {"file_name": f"{i:05d}.png", "prompt": prompts[i], "seed": seeds[i]}
+                rows.append(row if arguments.rewrite is None else {**row, "rewritten_prompt": texts[i]})
         first_images += images[: GRID_IMAGES - len(first_images)]
     with writing(out):
         write_listing(out, rows)

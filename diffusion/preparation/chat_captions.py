@@ -26,7 +26,7 @@ import xxhash
 from PIL import Image
 
 from diffusion import storage
-from diffusion.chat import Chat, Reply, UnansweredError
+from diffusion.chat import Chat, Reply, UnansweredError, declines, is_refusal
 from diffusion.errors import ConfigurationError
 from diffusion.files import append_json_lines, read_json_lines
 from diffusion.preparation.config import ChatCaptionsConfig
@@ -43,12 +43,6 @@ _MAX_USELESS = 32
 
 _MIN_TRIPLES, _MIN_DISTINCT = 24, 0.6
 """A text with so many sequences of three words is repetitive if less than this share of them is distinct."""
-
-_REFUSAL = re.compile(
-    r"(?i)^\W*(i'?m |i am |we are |we're )?(very |so )?(sorry|unable to|not able to|afraid)\b"
-    r"|^\W*(i|we) (can'?t|can ?not|won'?t|will not|must decline)\b|^\W*as an ai\b"
-)
-"""Beginnings of answers that decline."""
 
 
 class Outcome(str, Enum):
@@ -256,8 +250,6 @@ def data_url(image: Image.Image, max_side: int) -> str:
 
 def read_reply(reply: Reply, keys: Sequence[str]) -> tuple[Outcome, list[str]]:
     """Judge an answer of the model; return its captions too, if they can be used."""
-    if reply.finish_reason in ("refusal", "content_filter"):
-        return Outcome.refused, []
     start, stop = reply.text.find("{"), reply.text.rfind("}") + 1  # Some models put it into a block of Markdown.
     try:
         value = json.loads(reply.text[start:stop])
@@ -265,7 +257,7 @@ def read_reply(reply: Reply, keys: Sequence[str]) -> tuple[Outcome, list[str]]:
         value = None
     texts = [value.get(key) for key in keys] if isinstance(value, dict) else []
     texts = [" ".join(text.split()) for text in texts if isinstance(text, str)]
-    if any(map(_REFUSAL.search, texts or [reply.text])):
+    if is_refusal(reply) or any(map(declines, texts)):
         return Outcome.refused, []
     if any(map(is_repetitive, texts or [reply.text])):
         return Outcome.repetitive, []

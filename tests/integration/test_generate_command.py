@@ -1,5 +1,6 @@
 """scripts/generate.py: its files, and errors before the model is loaded."""
 
+import hashlib
 import json
 import runpy
 import sys
@@ -14,6 +15,7 @@ from diffusion.errors import ConfigurationError, MachineError
 from diffusion.formats.marks import SOURCE_TYPE
 from diffusion.launch import choose_device
 from diffusion.models import LatentDiffusion, tiny
+from tests.tools.chat_server import MODEL, chat_server
 from tests.tools.image_marks import read_mark
 from tests.tools.training_runs import ROOT
 
@@ -55,6 +57,25 @@ def test_images_and_their_listing_are_written(command, model, tmp_path):
     assert [read_mark(tmp_path / "out" / name) for name in ("00000.png", "grid.png")] == [mark] * 2
 
 
+def test_prompts_are_rewritten_and_the_originals_listed(command, model, tmp_path, monkeypatch):
+    used: list[str] = []
+
+    def generate(prompts: list[str], *arguments, **options) -> list[Image.Image]:
+        used.extend(prompts)
+        return [Image.new("RGB", (8, 8))] * len(prompts)
+
+    monkeypatch.setattr(model, "generate", generate)
+    refused = {hashlib.sha1(b"a villain").hexdigest()}
+    with chat_server(lambda prompt, number: "refuse" if prompt in refused else "echo") as server:
+        options = ["--rewrite", server.url, "--rewrite-model", MODEL, "--images-per-prompt", "2"]
+        command("--prompts", "a dog", "a villain", *options)
+    assert used == ["Rewritten: a dog"] * 2 + ["a villain"] * 2
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metadata.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == ["a dog"] * 2 + ["a villain"] * 2
+    assert [row["rewritten_prompt"] for row in rows] == used
+    assert len(server.requests) == 2
+
+
 def test_each_batch_is_written_at_once_and_the_listing_last(command, model, tmp_path, monkeypatch, capsys):
     out, batches = tmp_path / "out", []
 
@@ -79,6 +100,8 @@ def test_each_batch_is_written_at_once_and_the_listing_last(command, model, tmp_
         (["--prompts", " ", ""], "--prompts "),
         (["--prompts-file", "/no/where"], "--prompts-file: .*/no/where"),
         (["--prompts-file", "/dev/null"], "--prompts-file: .*/dev/null"),
+        (["--rewrite", "http://127.0.0.1:1/v1"], "--rewrite needs --rewrite-model"),
+        (["--rewrite", "http://me:pass@127.0.0.1:1/v1", "--rewrite-model", "x"], r"--rewrite: .*http://\*\*\*@127"),
         (["--steps", "0"], "--steps: 0"),
         (["--height", "0"], "--height: 0"),
         (["--width", "-32"], "--width: -32"),

@@ -27,7 +27,7 @@ from verification.callbacks import step_hashes
 
 pytestmark = pytest.mark.slow
 
-OF_OTHER_COMMANDS = {"prepare.yaml", "evaluate.yaml"}
+OF_OTHER_COMMANDS = {"prepare.yaml", "captions.yaml", "evaluate.yaml"}
 BEFORE = {
     "autoencoder_equivariance": "autoencoder",
     "modern_512": "modern_256",

@@ -143,4 +143,4 @@ def faulty(image: str, number: int) -> str:
     if kind < 3:
         return ("refuse", "500", "prose")[kind]
     chance = random.Random(f"{image} {number}")
-    return chance.choice(FAULTS) if chance.random() < 0.3 and number < 3 else ""
+    return chance.choice(FAULTS) if chance.random() < 0.2 and number < 3 else ""
