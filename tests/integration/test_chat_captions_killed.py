@@ -13,7 +13,7 @@ from tests.tools.image_files import write_folder
 
 pytestmark = pytest.mark.slow
 
-NUM, WORKERS, CONCURRENCY = 500, 2, 8
+NUM, WORKERS, CONCURRENCY = 500, 1, 16
 
 
 def test_no_image_is_lost_or_asked_for_twice(server, tmp_path):
@@ -27,14 +27,13 @@ def test_no_image_is_lost_or_asked_for_twice(server, tmp_path):
         met[behaviour := faulty(image, number)] += 1
         return behaviour
 
-
     with chat_server(behave) as chats:
-        chats.stall = 7.0
+        chats.stall = 3.5
         settings = {
-            "sources": [str(tmp_path / "images")], "out": str(out), "partition_size": 100, "workers": WORKERS,
+            "sources": [str(tmp_path / "images")], "out": str(out), "partition_size": 250, "workers": WORKERS,
             "buckets": {"edges": [32]},
             "captioner": {"mode": "instead", "chat": {"model": MODEL, "server": {
-                "url": chats.url, "concurrency": CONCURRENCY, "timeout_seconds": 6, "attempts": 4,
+                "url": chats.url, "concurrency": CONCURRENCY, "timeout_seconds": 3, "attempts": 4,
                 "dollars_per_million_prompt_tokens": 1.0}}},
         }  # fmt: skip
         (tmp_path / "prepare.yaml").write_text(json.dumps(settings))

@@ -81,7 +81,9 @@ class _Handler(BaseHTTPRequestHandler):
         texts = {f"caption_{i}": f"The {image} {'with detail ' * i}." for i in range(1, 4)}
         text, reason = json.dumps(texts), "stop"
         if behaviour.isdigit():
-            self.error(int(behaviour), "some message", **({"Retry_After": "0.2"} if behaviour == "429" else {}))
+            self.error(
+                int(behaviour), "some message", **({"Retry_After": "0.2"} if behaviour in ("429", "503") else {})
+            )
             return
         if behaviour == "reset":
             self.close_connection = True

@@ -76,6 +76,8 @@ def test_generated_captions_are_added_or_replace(mode, merged):
     captioner = config(captioner={"path": "a.B", "mode": mode}).captioner
     assert merge_captions(" new\n", ["r"], captioner) == merged
     assert merge_captions("  ", ["r"], captioner) == (["r"], [])
+    captions, generated = merge_captions(["new", " ", "newer"], ["r"], captioner)
+    assert [captions[i] for i in generated] == ["new", "newer"]
     with pytest.raises(ConfigurationError, match=r"captioner\.path"):
         merge_captions(7, [], captioner)
 
@@ -91,6 +93,7 @@ def test_generated_captions_are_added_or_replace(mode, merged):
         ({"scorers": [{"path": f"{HERE}.Redness"}]}, r"scorers\.0\.column"),
         ({"scorers": [scorer("Redness", "x"), scorer("Redness", "X")]}, r"scorers\.1\.column=X"),
         ({"captioner": {"path": f"{HERE}.dict_of"}}, r"captioner\.path"),
+        ({"captioner": {"arguments": {"x": 1}, "chat": {"model": "m"}}}, r"captioner\.arguments"),
     ],
 )
 def test_mistakes_are_found_before_any_work(values, message):
@@ -170,7 +173,7 @@ def clip(tmp_path_factory):
 
     torch.manual_seed(0)
     size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text, vision = {"vocab_size": 50}, {"image_size": 32, "patch_size": 8, "projection_dim": 8}
+    text, vision = {"vocab_size": 50, "eos_token_id": 1}, {"image_size": 32, "patch_size": 8, "projection_dim": 8}
     config = CLIPConfig(text_config=size | text, vision_config=size | vision, projection_dim=8)
     folder = tmp_path_factory.mktemp("clip")
     CLIPModel(config).save_pretrained(folder)
@@ -200,6 +203,38 @@ def test_the_score_is_the_head_on_the_normalised_embedding(clip, tmp_path):
     score = aesthetic(clip, tmp_path / "head.safetensors")
     assert score(images, [["a"]] * 3) == pytest.approx(expected.tolist(), abs=6e-4)
     assert [score([one], [["a"]])[0] for one in images] == pytest.approx(score(images, []), abs=1.1e-3)
+
+
+def test_the_clip_score_is_that_of_the_caption_that_agrees_least(clip, tmp_path):
+    from transformers import CLIPModel, CLIPProcessor, CLIPTokenizer
+
+    from diffusion.preparation.agreement import ClipScore
+
+    words = ["<|startoftext|>", "<|endoftext|>", "red</w>", "dog</w>", "d</w>", "g</w>", *"redog", "re", "do"]
+    (tmp_path / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nr e\nre d</w>\nd o\ndo g</w>\n")
+    folder = shutil.copytree(clip, tmp_path / "clip")
+    CLIPTokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"), model_max_length=77).save_pretrained(
+        folder
+    )
+    texts = ["red", "dog", "red dog " * 60]
+    processor = CLIPProcessor.from_pretrained(folder)
+    inputs = processor(text=texts, images=[RED], return_tensors="pt", padding=True, truncation=True)
+    model = CLIPModel.from_pretrained(folder)
+    with torch.no_grad():
+        model.logit_scale.zero_()
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=0.5)
+        if model(**inputs).logits_per_text.mean() < 0:
+            model.visual_projection.weight.neg_()
+        logits = model(**inputs).logits_per_text[:, 0]
+    model.save_pretrained(folder)
+    score = ClipScore(str(folder), device="cpu")
+    single = [score([RED], [[text]])[0] for text in texts]
+    assert single == pytest.approx((100 * logits.clamp(min=0)).tolist(), abs=0.02)
+    assert len({*single}) > 1
+    assert score([RED, GREEN, RED], [texts, [], texts[:2]]) == [min(single), None, min(single[:2])]
 
 
 def test_a_head_of_several_layers(clip, tmp_path):

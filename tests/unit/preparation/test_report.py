@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import xxhash
 from markupsafe import escape
@@ -13,7 +14,9 @@ from PIL import Image
 
 from diffusion.config.loading import from_dict
 from diffusion.errors import DataError
+from diffusion.preparation.chat_captions import ANSWER_TYPE
 from diffusion.preparation.config import PrepareConfig
+from diffusion.preparation.layout import part_name, write_table
 from diffusion.preparation.records import Partition
 from diffusion.preparation.report import NUM_SHOWN, write_report
 from diffusion.preparation.scan import Scan
@@ -52,6 +55,27 @@ def two_parts() -> tuple[list[dict], list[dict]]:
     second = [image(10 + i, width=1500 + i, height=1100) for i in range(20)]
     copy = image(40, width=90, height=80, xxh128=first[0]["xxh128"], phash=first[0]["phash"])
     return first, [*second, copy]
+
+
+def test_captions_of_a_server_are_counted_and_shown(tmp_path):
+    numbers = {"requests": 2, "failures": 1, "prompt_tokens": 10, "completion_tokens": 5, "dollars": 0.01}
+    outcomes = ["captioned", "captioned", "refused", None]
+    captions = [["kept", "a", "same"], ["same"], ["kept"], []]
+    generated = [[1, 2], [0], None, None]
+    answers = [None if outcome is None else {"outcome": outcome, **numbers, "detail": "I'm sorry" if outcome == "refused" else ""}
+               for outcome in outcomes]  # fmt: skip
+    columns = {"captions": captions, "generated_captions": generated, "answers": pa.array(answers, ANSWER_TYPE)}
+    write_table(str(tmp_path / "out/scores/captions" / part_name(0)), pa.table(columns))
+    rows = [image(i, width=100, height=80) for i in range(4)]
+    found = report(tmp_path, rows, [image(9, width=100, height=80)])["captions"]
+    assert found["outcomes"] == {"captioned": 2, "refused": 1}
+    assert (found["requests"], found["prompt_tokens"]) == (6, 30)
+    assert found["dollars_per_1000_images"] == pytest.approx(10)
+    assert found["repeated"] == {"same": 2}
+    shown = {(one["outcome"], *one["captions"], one["detail"]) for one in found["examples"]}
+    assert shown == {("captioned", "a", "same", ""), ("captioned", "same", ""), ("refused", "I'm sorry")}
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "I&#39;m sorry" in page and "dollars per 1,000 images" in page
 
 
 SETTINGS = {"filters": {"min_aesthetic": 4.5, "missing": "keep"}, "duplicates": {}}
