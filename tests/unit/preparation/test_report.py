@@ -62,8 +62,8 @@ def test_captions_of_a_server_are_counted_and_shown(tmp_path):
     outcomes = ["captioned", "captioned", "refused", None]
     captions = [["kept", "a", "same"], ["same"], ["kept"], []]
     generated = [[1, 2], [0], None, None]
-    answers = [None if outcome is None else {"outcome": outcome, **numbers, "detail": "I'm sorry" if outcome == "refused" else ""}
-               for outcome in outcomes]  # fmt: skip
+    details = {"captioned": "", "refused": "I'm sorry"}
+    answers = [outcome and {"outcome": outcome, **numbers, "detail": details[outcome]} for outcome in outcomes]
     columns = {"captions": captions, "generated_captions": generated, "answers": pa.array(answers, ANSWER_TYPE)}
     write_table(str(tmp_path / "out/scores/captions" / part_name(0)), pa.table(columns))
     rows = [image(i, width=100, height=80) for i in range(4)]
