@@ -143,7 +143,8 @@ class Chat:
             )
         self._sessions = threading.local()
         self._stopped = threading.Event()
-        self._last_answer = self._open_from = time.monotonic()
+        self._open_from = time.monotonic()
+        self.begin()
 
     def check(self) -> None:
         """Check that the server is there, takes the key, and has the model.
@@ -205,8 +206,12 @@ class Chat:
                 error.failures += failures
                 raise
             else:
-                self._last_answer = time.monotonic()
+                self.begin()
                 return reply
+
+    def begin(self) -> None:
+        """Count the silence of the server from now, after a time without requests."""
+        self._last_answer = time.monotonic()
 
     def stop(self) -> None:
         """Let no thread wait any longer, or ask again."""

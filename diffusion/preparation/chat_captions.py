@@ -132,9 +132,10 @@ class ChatCaptioner:
                     try:
                         while error is None and len(pending) < limit:
                             number, image, captions = next(source)
-                            pending[pool.submit(self._caption, data_url(image, self._config.max_side), captions)] = (
-                                number
-                            )
+                            url = data_url(image, self._config.max_side)
+                            if not pending:
+                                self._chat.begin()
+                            pending[pool.submit(self._caption, url, captions)] = number
                     except StopIteration:
                         pass
                     except Exception as raised:  # noqa: BLE001 it is raised below

@@ -191,7 +191,7 @@ def _finished_parts(step: _Step) -> set[int]:
     """Numbers of the parts that are there; those of another identity are deleted."""
     record = read_scores_record(step.out)
     if record.get(step.column) != step.identity:
-        _check_unpaid(step.out, record.get(step.column), step.identity)
+        _protect_answers(step.out, record.get(step.column), step.identity)
         clear_folders(step.out, f"{SCORES}/{step.column}", *([ANSWERS] if step.column == CAPTIONS else []))
         storage.write_json(storage.join(step.out, SCORES_RECORD), {**record, step.column: step.identity})
     return part_numbers(step.folder)
@@ -201,12 +201,12 @@ def _remove_captions(out: str) -> None:
     """Remove what a former captioner wrote: the captions of `scores` take the place of those of the sources."""
     record = read_scores_record(out)
     if (there := record.pop(CAPTIONS, None)) is not None:
-        _check_unpaid(out, there, {})
+        _protect_answers(out, there, {})
         clear_folders(out, f"{SCORES}/{CAPTIONS}", ANSWERS)
         storage.write_json(storage.join(out, SCORES_RECORD), record)
 
 
-def _check_unpaid(out: str, there: dict[str, Any] | None, given: dict[str, Any]) -> None:
+def _protect_answers(out: str, there: dict[str, Any] | None, given: dict[str, Any]) -> None:
     """Raise a DataError instead of removing the captions of a server, which may have cost money."""
     folders = [storage.join(out, name) for name in (f"{SCORES}/{CAPTIONS}", ANSWERS)]
     if there and there.get("chat") and any(map(storage.list_files, folders)):

@@ -9,10 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from diffusion import storage
 from diffusion.chat import Reply
 from diffusion.config.loading import from_dict
 from diffusion.errors import ConfigurationError, DataError, MachineError
-from diffusion.preparation.chat_captions import ChatCaptioner, Outcome, read_reply
+from diffusion.preparation.chat_captions import Answer, ChatCaptioner, Journal, Outcome, read_reply
 from diffusion.preparation.config import ChatCaptionsConfig, PrepareConfig
 from diffusion.preparation.engine import Workers
 from diffusion.preparation.layout import part_name
@@ -79,7 +80,9 @@ def test_an_image_that_meets_faults(behaviours, outcome, requests, failures):
             return "" if is_plain or number >= len(behaviours) else behaviours[number]
 
         server.behaviour = behave
-        [answer] = ask(captioner(server.url, {"concurrency": 1, "patience_seconds": 9}, prompt="{captions}"))
+        asks = captioner(server.url, {"concurrency": 1, "patience_seconds": 9}, prompt="{captions}")
+        asks._chat._last_answer -= 1000  # While nothing was asked.
+        [answer] = ask(asks)
     assert (answer.outcome.value, answer.requests, answer.failures) == (outcome, requests, failures)
     assert bool(answer.texts) == (outcome == "captioned") == (not answer.detail)
 
@@ -204,3 +207,21 @@ def test_parts_hold_answers_and_unfinished_ones_a_journal(tmp_path):
     assert rows[0]["answers"]["outcome"] == "captioned"
     assert [row["answers"] is None for row in answers(data.out, 0)] == [False] * 5 + [True, False]
     assert "server" not in json.loads((data.out / "scores.json").read_text())["captions"]["chat"]
+
+
+def test_answers_in_an_object_store_are_gathered(monkeypatch):
+    objects: dict[str, bytes] = {}
+    monkeypatch.setattr(storage, "write", objects.__setitem__)
+    monkeypatch.setattr(storage, "list_files", lambda folder: [name.rpartition("/")[2] for name in objects])
+    monkeypatch.setattr(storage, "download", lambda uri, path: path.write_bytes(objects[uri]))
+    monkeypatch.setattr(storage, "delete", lambda uris: [objects.pop(uri) for uri in uris])
+    numbers = {"requests": 1, "failures": 0, "prompt_tokens": 1, "completion_tokens": 1, "dollars": None}
+    answers = {name: Answer(texts=[name], outcome=Outcome.captioned, **numbers) for name in "abc"}
+    journal = Journal("s3://bucket/out", 3, 2)
+    for name, answer in answers.items():
+        journal.add(name, answer)
+    assert {*journal.read()} == {"a", "b"}
+    journal.flush()
+    assert (journal.read(), len(objects)) == (answers, 2)
+    journal.remove()
+    assert journal.read() == {}
