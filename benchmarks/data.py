@@ -24,7 +24,7 @@ from diffusion import storage
 from diffusion.config.data import DataConfig, Representation, StreamConfig
 from diffusion.datasets.images import decode_rgb
 from diffusion.datasets.loader import train_loader
-from diffusion.datasets.mds import read_shards, write_index
+from diffusion.formats.shards import read_shards, write_index
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.prepare import prepare
 from diffusion.preparation.sources.base import MANY

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import xxhash
 from PIL import Image
 
-from diffusion.datasets.manifest import PreparedManifest
+from diffusion.formats.data_set import PreparedManifest
 
 _PER_TAR = 10_000
 _NUM_PROCESSES = 2

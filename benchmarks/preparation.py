@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from diffusion.datasets.sample_order import GlobalOrder, OrderSettings, StreamShape
+from diffusion.formats.data_set import METADATA, SCORES
 from diffusion.preparation import scan
 from diffusion.preparation.config import (
     BucketsConfig,
@@ -36,7 +37,7 @@ from diffusion.preparation.config import (
     PrepareConfig,
 )
 from diffusion.preparation.engine import Workers
-from diffusion.preparation.layout import METADATA, SCHEMA, SCORES, part_name
+from diffusion.preparation.layout import SCHEMA, part_name
 from diffusion.preparation.records import Location, Partition, Partitions, Reason, Rejected
 from diffusion.preparation.select import WINDOWS_PER_TASK, select, splitmix64
 from diffusion.preparation.sources import Source

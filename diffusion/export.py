@@ -25,10 +25,10 @@ from diffusion.config.frozen import FrozenPaths
 from diffusion.config.loading import to_public_yaml
 from diffusion.config.model import ModelConfig
 from diffusion.config.schema import Config, Task
-from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import ConfigurationError, DataError, MachineError, error_context, first_line
 from diffusion.evaluation.protocol import Result, table
 from diffusion.files import atomic_path
+from diffusion.formats.data_set import PreparedManifest
 from diffusion.formats.marks import Mark
 from diffusion.formats.run_folder import CHECKPOINTS
 from diffusion.loading import OTHER_PATHS, Trained, read_trained

@@ -271,10 +271,14 @@ def write_json(uri: str, value: Any) -> None:
     write(uri, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
-def read_json(uri: str) -> Any:
-    """Read a JSON file; a DataError if it does not exist or is not JSON."""
+def read_json(uri: str, default: Any = ...) -> Any:
+    """Read a JSON file; a DataError if it is not JSON, or if it does not exist and there is no default."""
     try:
         return json.loads(read(uri))
+    except MissingFileError:
+        if default is ...:
+            raise
+        return default
     except (ValueError, RecursionError) as error:
         raise DataError(f"{shown(uri)} is damaged, it is not JSON: {error}") from error
 

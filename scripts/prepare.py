@@ -25,7 +25,7 @@ from diffusion.preparation.config import STAGES, Engine, PrepareConfig
 from diffusion.reports.tables import text_table
 
 if TYPE_CHECKING:
-    from diffusion.datasets.manifest import PreparedManifest
+    from diffusion.formats.data_set import PreparedManifest
     from diffusion.preparation.select import Selection
 
 NUM_DRY_RUN = 100

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from diffusion.config.data import Mixing, legal_world_sizes
-from diffusion.datasets.mds import read_shards
 from diffusion.datasets.sample_order import GlobalOrder, OrderSettings, RankOrder, StreamShape
 from diffusion.errors import ConfigurationError
+from diffusion.formats.shards import read_shards
 from diffusion.launch import CommandParser, run_command
 from diffusion.planning.downloads import FleetStream, World, traffic
 from diffusion.reports.tables import text_table

@@ -27,9 +27,9 @@ import psutil
 
 from diffusion.config.data import DataConfig, Representation, StreamConfig
 from diffusion.datasets.loader import train_loader
-from diffusion.datasets.manifest import MANIFEST
-from diffusion.datasets.mds import INDEX, Shard, ShardFormat, encode_sample, encode_shard, shard_name
 from diffusion.datasets.streams import Files, locate_streams, read_files
+from diffusion.formats.data_set import MANIFEST
+from diffusion.formats.shards import INDEX, Shard, ShardFormat, encode_sample, encode_shard, shard_name
 from diffusion.launch import CommandParser, run_command
 from diffusion.operations.checks.data import check_cache
 from diffusion.planning.downloads import World

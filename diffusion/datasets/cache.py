@@ -28,7 +28,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diffusion import storage
-from diffusion.datasets.mds import (
+from diffusion.datasets.streams import StreamLocation
+from diffusion.errors import DataError, MachineError, UserError
+from diffusion.files import PARTIAL, atomic_path, hash_file, lock, unique_partial
+from diffusion.formats.shards import (
     INDEX,
     SampleDecoder,
     Shard,
@@ -38,9 +41,6 @@ from diffusion.datasets.mds import (
     choose_hash,
     read_shard_index,
 )
-from diffusion.datasets.streams import StreamLocation
-from diffusion.errors import DataError, MachineError, UserError
-from diffusion.files import PARTIAL, atomic_path, hash_file, lock, unique_partial
 from diffusion.storage import join, shown
 
 logger = logging.getLogger(__name__)

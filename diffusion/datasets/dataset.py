@@ -26,7 +26,6 @@ from diffusion.datasets.bad_images import BadImage, BadImages
 from diffusion.datasets.batch import BatchKey, Sample
 from diffusion.datasets.cache import CacheLimit, StreamShards, TierCounts, TierMeter, files_of_cache
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
-from diffusion.datasets.mds import ShardFiles
 from diffusion.datasets.sample_order import (
     GlobalOrder,
     OrderSettings,
@@ -38,6 +37,7 @@ from diffusion.datasets.sample_order import (
 from diffusion.datasets.streams import StreamLocation, Substitutes, converts_to_srgb, find_substitutes
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
+from diffusion.formats.shards import ShardFiles
 from diffusion.randomness import Purpose, random_word
 
 logger = logging.getLogger(__name__)

@@ -5,10 +5,10 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from diffusion.config.data import ImageSize
-from diffusion.datasets.manifest import ENCODED
 from diffusion.datasets.streams import Files, find_manifest
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
+from diffusion.formats.data_set import ENCODED
 from diffusion.storage import Access
 
 VERSION = 1

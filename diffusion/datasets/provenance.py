@@ -11,10 +11,10 @@ from tqdm import tqdm
 
 from diffusion.config.schema import Config
 from diffusion.datasets.bad_images import BadImage
-from diffusion.datasets.mds import INDEX, SampleDecoder, read_shard, read_shards
 from diffusion.datasets.sample_order import GlobalOrder, order_settings, stream_shapes
 from diffusion.datasets.streams import StreamLocation, Substitutes, find_substitutes, locate_streams
 from diffusion.errors import DataError
+from diffusion.formats.shards import INDEX, SampleDecoder, read_shard, read_shards
 
 CHUNK = 2**18
 """Samples of the order that are computed at once."""

@@ -21,10 +21,10 @@ from omegaconf import MISSING
 from diffusion import storage
 from diffusion.config.data import DataConfig, StreamConfig, ValidationConfig
 from diffusion.config.schema import Config
-from diffusion.datasets.manifest import DAMAGED, MANIFEST, REMOVED_SAMPLES, SCAN, WORK, has_srgb_conversion
-from diffusion.datasets.mds import INDEX
 from diffusion.errors import DataError, MachineError
 from diffusion.files import read_json
+from diffusion.formats.data_set import DAMAGED, MANIFEST, REMOVED_SAMPLES, SCAN, WORK, has_srgb_conversion
+from diffusion.formats.shards import INDEX
 from diffusion.storage import FIRST_CONTACT, Access, ForbiddenFileError, MissingFileError, is_url, join, shown
 
 logger = logging.getLogger(__name__)

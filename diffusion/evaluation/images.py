@@ -14,12 +14,12 @@ from typing import Any
 from PIL import Image, ImageOps
 
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
-from diffusion.datasets.mds import INDEX, SampleDecoder, Shard, ShardFiles, read_shard, read_shards
 from diffusion.datasets.streams import StreamLocation, converts_to_srgb, find_marked
 from diffusion.errors import ConfigurationError, DataError, error_context
 from diffusion.evaluation.config import ReferenceConfig
 from diffusion.evaluation.protocol import text_hash
 from diffusion.files import hash_file
+from diffusion.formats.shards import INDEX, SampleDecoder, Shard, ShardFiles, read_shard, read_shards
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 

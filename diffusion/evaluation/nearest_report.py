@@ -9,15 +9,15 @@ import numpy as np
 from omegaconf import MISSING
 from PIL import Image
 
-from diffusion.datasets.manifest import ENCODED, MANIFEST, SPLITS, PreparedManifest
-from diffusion.datasets.mds import INDEX
 from diffusion.datasets.provenance import licence_of
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.evaluation.images import Images, PreparedSamples, image_files, list_images
 from diffusion.evaluation.nearest import Comparison, Neighbour, distances
 from diffusion.evaluation.prompts import ListedImage, read_listing
 from diffusion.files import read_json, write_atomically
+from diffusion.formats.data_set import ENCODED, MANIFEST, SPLITS, PreparedManifest
 from diffusion.formats.run_folder import is_run, read_config
+from diffusion.formats.shards import INDEX
 from diffusion.reports.figures import COLOURS, DARK, legend_beside, subplots, svg_uri
 from diffusion.reports.page import TEMPLATES, image_uri, write_page
 

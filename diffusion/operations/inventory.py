@@ -16,9 +16,9 @@ from diffusion.checkpointing.layout import batch_of
 from diffusion.config.fields import size_text
 from diffusion.config.schema import Config
 from diffusion.datasets.cache import LOCKS
-from diffusion.datasets.manifest import ENCODED, MANIFEST, SCAN, WORK, PreparedManifest
 from diffusion.datasets.streams import located_streams
 from diffusion.errors import ConfigurationError
+from diffusion.formats.data_set import ENCODED, MANIFEST, SCAN, WORK, PreparedManifest
 from diffusion.formats.run_folder import CHECKPOINTS, checkpoint_folder, is_run
 from diffusion.operations.costs import StartCosts
 from diffusion.operations.runs import absolute, checkpoints_of

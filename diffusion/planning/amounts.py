@@ -12,10 +12,10 @@ from diffusion import storage
 from diffusion.config.checks import planned_steps
 from diffusion.config.data import StreamConfig
 from diffusion.config.schema import Config
-from diffusion.datasets.mds import INDEX, read_shards
 from diffusion.datasets.sample_order import GlobalOrder, order_settings, stream_shapes
 from diffusion.datasets.streams import StreamLocation, locate_streams, located_streams
 from diffusion.errors import ConfigurationError, DataError, UserError
+from diffusion.formats.shards import INDEX, read_shards
 from diffusion.storage import is_url
 
 SECONDS_PER_DAY = 86400

@@ -30,7 +30,8 @@ from diffusion.chat import Chat, Reply, UnansweredError, declines, is_refusal
 from diffusion.errors import ConfigurationError
 from diffusion.files import append_json_lines, read_json_lines
 from diffusion.preparation.config import ChatCaptionsConfig
-from diffusion.preparation.layout import ANSWERS, local_copies
+from diffusion.formats.data_set import ANSWERS
+from diffusion.preparation.layout import local_copies
 from diffusion.reports.page import image_uri
 
 _JPEG_QUALITY = 90

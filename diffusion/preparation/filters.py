@@ -16,9 +16,9 @@ import pyarrow as pa
 
 from diffusion.config.fields import section_problems
 from diffusion.errors import ConfigurationError, first_line, raise_all
+from diffusion.formats.data_set import METADATA
 from diffusion.preparation.buckets import build_buckets
 from diffusion.preparation.config import ConditionConfig, FiltersConfig, Missing, PrepareConfig
-from diffusion.preparation.layout import METADATA
 from diffusion.preparation.metadata import (
     MEASURES,
     MetadataDatabase,

@@ -23,11 +23,10 @@ from typing import Any, NamedTuple, NoReturn
 
 from diffusion import storage
 from diffusion.config.loading import to_dict
-from diffusion.datasets.manifest import MANIFEST, SCAN
 from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.formats.data_set import DEAD_LETTERS, MANIFEST, SCAN
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.engine import Workers, run
-from diffusion.preparation.layout import DEAD_LETTERS
 from diffusion.preparation.notifications import Message, Queue
 from diffusion.preparation.prepare import discard_unfinished, prepare
 from diffusion.preparation.records import NothingKeptError, Partition

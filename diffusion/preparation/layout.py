@@ -1,4 +1,4 @@
-"""Files of a prepared data set: their names, the columns of the metadata, and parquet."""
+"""Tables of a prepared data set: columns of the metadata, names of parts, and parquet."""
 
 import io
 import re
@@ -10,45 +10,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from diffusion import storage
-from diffusion.datasets.manifest import SPLITS
-
-METADATA, SCORES, SELECTION, POSITIONS, LISTINGS = "metadata", "scores", "selection", "positions", "listings"
-"""Folders of a data set."""
-
-TRAIN, VALIDATION = SPLITS
-
-SCORES_RECORD = "scores.json"
-"""File of a data set: what determines each column below `scores`. Columns of other tools are not in it."""
-
-REMOVED = "removed.json"
-"""File of a data set: hashes of removed images (`preparation/removed.py`)."""
-
-REPORT_PAGE, REPORT_NUMBERS = "report.html", "report.json"
-
-WRITER = "writer.json"
-"""File of a data set: who writes to it, where the file system has no locks."""
-
-DEAD_LETTERS = "dead_letters.jsonl"
-"""File of a data set: what an ingestion could not add, a JSON object per line."""
-
-REREAD = "reread"
-"""Folder of a data set while files that look changed are compared with what is known of them."""
-
-PACKED = "packed"
-"""Folder of a data set with what many of its files hold, in a few; it is made of them anew where it is missing."""
-
-PACKED_SELECTIONS = f"{PACKED}/selections.json"
-"""File of a data set that has grown: a list of the selections of finished generations; it may lack the last ones."""
+from diffusion.formats.data_set import METADATA as METADATA
+from diffusion.formats.data_set import SCORES as SCORES
+from diffusion.formats.data_set import SCORES_RECORD
 
 CAPTIONS = "captions"
 """Folder below `scores` with the captions that a captioner wrote."""
 
 GENERATED_CAPTIONS = "generated_captions"
 """Column beside the captions of a captioner, and entry of a sample's metadata: indices of those it wrote."""
-
-ANSWERS = "answers"
-"""Folder of a data set with the answers of a server for partitions that are not captioned yet, and column beside the
-captions: what the answer of each image took."""
 
 LOCATION = ("file", "version", "offset", "length", "row_group", "row")
 """Columns that make a `Location`."""
@@ -100,8 +70,7 @@ def part_numbers(folder: str) -> set[int]:
 
 def read_scores_record(out: str) -> dict[str, Any]:
     """Read `scores.json`: for each column below `scores` what determines it, beside the images."""
-    uri = storage.join(out, SCORES_RECORD)
-    return storage.read_json(uri) if storage.exists(uri) else {}
+    return storage.read_json(storage.join(out, SCORES_RECORD), {})
 
 
 def read_table(uri: str, columns: Sequence[str] | None = None) -> pa.Table:

@@ -20,18 +20,8 @@ from numpy.typing import NDArray
 
 from diffusion import storage
 from diffusion.errors import ConfigurationError, DataError, MachineError, first_line, similar_names
-from diffusion.preparation.layout import (
-    CAPTIONS,
-    GENERATED_CAPTIONS,
-    METADATA,
-    PACKED,
-    RESERVED,
-    SCHEMA,
-    SCORES,
-    SELECTION,
-    local_copies,
-    part_name,
-)
+from diffusion.formats.data_set import METADATA, PACKED, SCORES, SELECTION
+from diffusion.preparation.layout import CAPTIONS, GENERATED_CAPTIONS, RESERVED, SCHEMA, local_copies, part_name
 from diffusion.preparation.records import Reason
 
 if TYPE_CHECKING:

@@ -7,27 +7,30 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from diffusion import storage
-from diffusion.datasets.manifest import MANIFEST, REMOVED_SAMPLES, SCAN
 from diffusion.errors import DataError, MachineError
 from diffusion.files import PARTIAL, lock
-from diffusion.operations.lease import Applicant, await_lease, held
-from diffusion.preparation.layout import (
+from diffusion.formats.data_set import (
     ANSWERS,
     DEAD_LETTERS,
     LISTINGS,
+    MANIFEST,
     METADATA,
     PACKED,
     POSITIONS,
     REMOVED,
+    REMOVED_SAMPLES,
     REPORT_NUMBERS,
     REPORT_PAGE,
     REREAD,
+    SCAN,
     SCORES,
     SCORES_RECORD,
     SELECTION,
     SPLITS,
     WRITER,
+    read_kind,
 )
+from diffusion.operations.lease import Applicant, await_lease, held
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 """EBADF: NFS locks only what can be opened for writing, which a folder cannot."""
@@ -80,9 +83,7 @@ def clear_folders(out: str, *names: str) -> None:
 
 
 def _check_content(out: str, kind: str) -> None:
-    if storage.exists(storage.join(out, MANIFEST)):
-        values = storage.read_json(storage.join(out, MANIFEST))
-        found = values.get("kind") if isinstance(values, dict) else None
+    if found := read_kind(out):
         if found != kind:
             raise DataError(
                 f"{storage.shown(out)} holds another data set (kind {found!r}, not {kind!r}); choose another folder"

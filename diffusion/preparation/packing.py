@@ -13,7 +13,7 @@ from typing import NamedTuple
 import xxhash
 
 from diffusion import storage
-from diffusion.preparation.layout import PACKED
+from diffusion.formats.data_set import PACKED
 
 
 class Pack(NamedTuple):

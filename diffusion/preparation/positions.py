@@ -13,8 +13,9 @@ from typing import Any
 import pyarrow as pa
 
 from diffusion import storage
-from diffusion.datasets.mds import SampleDecoder, Shard, read_shard
-from diffusion.preparation.layout import POSITIONS, positions_name, read_schema, read_table, write_table
+from diffusion.formats.data_set import POSITIONS
+from diffusion.formats.shards import SampleDecoder, Shard, read_shard
+from diffusion.preparation.layout import positions_name, read_schema, read_table, write_table
 from diffusion.preparation.metadata import key_hash
 from diffusion.storage import MissingFileError
 

@@ -9,13 +9,23 @@ from typing import Any
 from diffusion import storage
 from diffusion.config.fields import check_sections
 from diffusion.config.loading import to_dict
-from diffusion.datasets.manifest import MANIFEST, SCAN, PreparedManifest
 from diffusion.distributed import num_cores
 from diffusion.errors import DataError
+from diffusion.formats.data_set import (
+    LISTINGS,
+    MANIFEST,
+    METADATA,
+    PACKED,
+    REPORT_NUMBERS,
+    SCAN,
+    SCORES,
+    SELECTION,
+    PreparedManifest,
+)
 from diffusion.preparation.config import STAGES, PrepareConfig
 from diffusion.preparation.engine import Workers
 from diffusion.preparation.explain import explain
-from diffusion.preparation.layout import LISTINGS, METADATA, PACKED, REPORT_NUMBERS, SCORES, SELECTION, part_name
+from diffusion.preparation.layout import part_name
 from diffusion.preparation.output import claim, clear_folders, clear_result
 from diffusion.preparation.plugins import check_plugins, determining, load_plugin
 from diffusion.preparation.records import NothingKeptError
@@ -138,11 +148,8 @@ def _read_manifest(out: str) -> PreparedManifest | None:
 
 def _is_report_due(out: str, manifest: PreparedManifest) -> bool:
     """Check whether the report is missing, or shows less than nine tenths of the images."""
-    uri = storage.join(out, REPORT_NUMBERS)
-    if not storage.exists(uri):
-        return True
-    shown = storage.read_json(uri)
-    return 10 * sum(shown[name]["images"] for name in ("kept", "rejected")) < 9 * manifest.seen
+    shown = storage.read_json(storage.join(out, REPORT_NUMBERS), None)
+    return shown is None or 10 * sum(shown[name]["images"] for name in ("kept", "rejected")) < 9 * manifest.seen
 
 
 def _begin_anew(out: str, scan: Scan) -> Scan:

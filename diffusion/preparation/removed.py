@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diffusion import storage
-from diffusion.datasets.manifest import REMOVED_SAMPLES
 from diffusion.errors import DataError
-from diffusion.preparation.layout import REMOVED
+from diffusion.formats.data_set import REMOVED
 
 
 def read_keys(path: Path) -> set[str]:
@@ -54,8 +53,7 @@ class Removed(frozenset[str]):
     @classmethod
     def read(cls, dataset: str) -> "Removed":
         """Read that of a data set (path or s3://); empty if nothing was removed."""
-        uri = storage.join(dataset, REMOVED)
-        return cls(storage.read_json(uri) if storage.exists(uri) else ())
+        return cls(storage.read_json(storage.join(dataset, REMOVED), ()))
 
     @cached_property
     def phashes(self) -> NDArray[np.uint64]:
@@ -84,9 +82,3 @@ def add_removed(dataset: str, hashes: Iterable[str]) -> Removed:
     if new != known:
         storage.write_json(storage.join(dataset, REMOVED), sorted(new))
     return new
-
-
-def read_marks(dataset: str) -> dict[str, list[int]]:
-    """Read the indices of the removed samples by `<split>/<bucket>`; empty if nothing was removed."""
-    uri = storage.join(dataset, REMOVED_SAMPLES)
-    return storage.read_json(uri) if storage.exists(uri) else {}

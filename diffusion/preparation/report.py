@@ -24,18 +24,8 @@ from diffusion import storage
 from diffusion.config.fields import size_text
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.errors import DataError, MachineError
-from diffusion.preparation.layout import (
-    ANSWERS,
-    CAPTIONS,
-    LOCATION,
-    REPORT_NUMBERS,
-    REPORT_PAGE,
-    SCORES,
-    SELECTION,
-    local_copies,
-    part_name,
-    read_schema,
-)
+from diffusion.formats.data_set import ANSWERS, REPORT_NUMBERS, REPORT_PAGE, SCORES, SELECTION
+from diffusion.preparation.layout import CAPTIONS, LOCATION, local_copies, part_name, read_schema
 from diffusion.preparation.metadata import (
     MetadataDatabase,
     add_table,

@@ -23,22 +23,11 @@ import xxhash
 from diffusion import storage
 from diffusion.config.loading import to_dict
 from diffusion.datasets.images import BYTES_PER_PIXEL, UndecodableImageError, decode_reduced
-from diffusion.datasets.manifest import MANIFEST, SCAN
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.formats.data_set import LISTINGS, MANIFEST, METADATA, REREAD, SCAN, SELECTION
 from diffusion.preparation.config import LimitsConfig, PrepareConfig
 from diffusion.preparation.engine import Workers, death_error, limited_time, progress_bar, run
-from diffusion.preparation.layout import (
-    LISTINGS,
-    METADATA,
-    REREAD,
-    SCHEMA,
-    SELECTION,
-    local_copies,
-    part_name,
-    part_numbers,
-    read_table,
-    write_table,
-)
+from diffusion.preparation.layout import SCHEMA, local_copies, part_name, part_numbers, read_table, write_table
 from diffusion.preparation.measures import (
     REDUCED_SIDE,
     file_format,

@@ -29,22 +29,13 @@ from diffusion.config.loading import to_dict
 from diffusion.datasets.buckets import SizeBuckets
 from diffusion.errors import DataError, MachineError
 from diffusion.files import atomic_path
+from diffusion.formats.data_set import PACKED_SELECTIONS, SCORES, SELECTION, TRAIN, VALIDATION
 from diffusion.preparation.buckets import build_buckets
 from diffusion.preparation.config import DuplicatesConfig, PrepareConfig
 from diffusion.preparation.duplicates import find_candidates, find_duplicates
 from diffusion.preparation.explain import Rejection, describe_rejections
 from diffusion.preparation.filters import Conditions, build_rules, explained_values, load_conditions, parse_where
-from diffusion.preparation.layout import (
-    CAPTIONS,
-    PACKED_SELECTIONS,
-    SCORES,
-    SELECTION,
-    TRAIN,
-    VALIDATION,
-    local_copies,
-    part_name,
-    read_scores_record,
-)
+from diffusion.preparation.layout import CAPTIONS, local_copies, part_name, read_scores_record
 from diffusion.preparation.metadata import (
     MetadataDatabase,
     add_table,
@@ -217,7 +208,7 @@ def read_selection(out: str, generation: int) -> Selection:
 def read_selections(out: str, finished: int) -> list[Selection]:
     """Read the selections of the finished generations, most of them by one request."""
     uri = storage.join(out, PACKED_SELECTIONS)
-    known = storage.read_json(uri)[:finished] if storage.exists(uri) else []
+    known = storage.read_json(uri, [])[:finished]
     later = storage.concurrent_map(functools.partial(read_selection, out), range(len(known), finished))
     return [*(_parse_selection(uri, values) for values in known), *later]
 

@@ -14,8 +14,7 @@ holds the hash of the index, `encode` rejects the data until then.)
 
 import logging
 import re
-from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,37 +28,42 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from diffusion import storage
-from diffusion.datasets.manifest import MANIFEST, REMOVED_SAMPLES, SCAN, WORK, PreparedManifest
-from diffusion.datasets.mds import (
+from diffusion.errors import DataError, UserError
+from diffusion.formats.data_set import (
+    ENCODED,
+    LISTINGS,
+    MANIFEST,
+    METADATA,
+    PACKED,
+    POSITIONS,
+    REMOVED_SAMPLES,
+    REPORT_NUMBERS,
+    REPORT_PAGE,
+    REREAD,
+    SCAN,
+    SCORES,
+    SELECTION,
+    SPLITS,
+    WORK,
+    PreparedManifest,
+    add_marks,
+    delete_unnamed,
+    read_kind,
+    read_marks,
+)
+from diffusion.formats.shards import (
     INDEX,
     SampleDecoder,
     Shard,
-    delete_unnamed,
     encode_sample,
     encode_shard,
     read_index,
     read_shard,
     read_shards,
+    shards_with_indices,
     write_index,
 )
-from diffusion.errors import DataError, UserError
-from diffusion.preparation.layout import (
-    LISTINGS,
-    METADATA,
-    PACKED,
-    POSITIONS,
-    REPORT_NUMBERS,
-    REPORT_PAGE,
-    REREAD,
-    SCORES,
-    SELECTION,
-    SPLITS,
-    part_name,
-    part_numbers,
-    positions_name,
-    read_table,
-    write_table,
-)
+from diffusion.preparation.layout import part_name, part_numbers, positions_name, read_table, write_table
 from diffusion.preparation.metadata import key_hash, removal_hash, removed_row
 from diffusion.preparation.output import claim, clear_folders, clear_result
 from diffusion.preparation.positions import (
@@ -70,7 +74,7 @@ from diffusion.preparation.positions import (
     write_key_hashes,
 )
 from diffusion.preparation.records import Reason
-from diffusion.preparation.removed import MAX_DISTANCE, Removed, add_removed, read_marks
+from diffusion.preparation.removed import MAX_DISTANCE, Removed, add_removed
 from diffusion.preparation.scan import Scan
 from diffusion.preparation.select import read_selections
 from diffusion.preparation.sources.folder import key_of_item
@@ -171,7 +175,7 @@ def take_down(
                 data = _Encoded(uri)
                 samples = data.find(requested)
                 work.append((data, None))
-            _mark(uri, samples)
+            add_marks(uri, REMOVED_SAMPLES, ((sample.folder, [sample.index]) for sample in samples))
             found |= {sample.key for sample in samples}
         # Prepared data at the end: copies are found again by rows that are not rejected yet.
         for data, rows in reversed(work):
@@ -193,23 +197,10 @@ def take_down(
 
 
 def _kind_of(dataset: str) -> str:
-    uri = storage.join(dataset, MANIFEST)
-    manifest = storage.read_json(uri) if storage.exists(uri) else None
-    kind = manifest.get("kind") if isinstance(manifest, dict) else None
-    if kind not in (PreparedManifest.KIND, "encoded"):
+    kind = read_kind(dataset)
+    if kind not in (PreparedManifest.KIND, ENCODED):
         raise DataError(f"{storage.shown(dataset)} is no finished data set; give the folder that holds its {MANIFEST}")
     return kind
-
-
-def _mark(dataset: str, samples: Iterable[_Sample]) -> None:
-    """Add samples to those that training does not use."""
-    known = read_marks(dataset)
-    marks = {folder: set(indices) for folder, indices in known.items()}
-    for sample in samples:
-        marks.setdefault(sample.folder, set()).add(sample.index)
-    listed = {folder: sorted(marks[folder]) for folder in sorted(marks)}
-    if listed != known:
-        storage.write_json(storage.join(dataset, REMOVED_SAMPLES), listed)
 
 
 # Prepared data: the metadata say which images it holds, the selection which task wrote them.
@@ -247,7 +238,7 @@ class _Prepared:
         starts = {
             (folder, shard_stem(shard.raw.name)): first
             for folder in (self._manifest.folders if tasks else ())
-            for first, shard in _starts(read_shards(storage.join(self._uri, folder)))
+            for first, shard, _ in shards_with_indices(read_shards(storage.join(self._uri, folder)))
         }
         samples = []
         for task, parts in tasks.items():
@@ -461,20 +452,19 @@ class _Encoded:
         samples = []
         for folder, shards in self._shards.items() if keys else ():
             found = storage.concurrent_map(partial(read_key_hashes, self._uri, folder), shards)
-            for (first, _), known in zip(_starts(shards), found, strict=True):
+            for (first, *_), known in zip(shards_with_indices(shards), found, strict=True):
                 numbers = np.flatnonzero(pc.is_in(known, wanted))  # pyright: ignore[reportAttributeAccessIssue]
                 samples += [_Sample(hashes[known[number].as_py()], folder, first + int(number)) for number in numbers]
         return samples
 
     def erase(self) -> int:
         """Erase the marked samples whose keys are there; return how many shards were rewritten."""
-        count, named, erased, marks = 0, {}, [], read_marks(self._uri)
+        count, kept, erased, marks = 0, {}, [], read_marks(self._uri)
         for folder, shards in self._shards.items():
-            indices, new = marks.get(folder, []), []
-            for first, shard in _starts(shards):
-                inside = indices[bisect_left(indices, first) : bisect_left(indices, first + shard.num_samples)]
+            new = kept[folder] = []
+            for _, shard, inside in shards_with_indices(shards, marks.get(folder, [])):
                 known = read_key_hashes(self._uri, folder, shard).to_pylist() if inside else []
-                left = [index - first for index in inside if known[index - first] is not None]
+                left = [index for index in inside if known[index] is not None]
                 new.append(_erase_shard(storage.join(self._uri, folder), shard, left))
                 if left:
                     hashes = [None if i in left else one for i, one in enumerate(known)]
@@ -482,8 +472,7 @@ class _Encoded:
             if new != shards:
                 write_index(storage.join(self._uri, folder), new)
             count += sum(a is not b for a, b in zip(shards, new, strict=True))
-            named[folder] = {INDEX, *(shard.stored.name for shard in new)}
-        delete_unnamed(self._uri, named)
+        delete_unnamed(self._uri, kept)
         for of_shard in erased:  # At the end: a run that continues finds the keys.
             write_key_hashes(self._uri, *of_shard)
         return count
@@ -515,11 +504,3 @@ def blanked(sample: Mapping[str, Any]) -> dict[str, Any]:
         name: np.zeros_like(value) if isinstance(value, np.ndarray) else blank.get(name, value)
         for name, value in sample.items()
     }
-
-
-def _starts(shards: Iterable[Shard]) -> Iterator[tuple[int, Shard]]:
-    """Yield each shard of a folder with the index of its first sample."""
-    first = 0
-    for shard in shards:
-        yield first, shard
-        first += shard.num_samples

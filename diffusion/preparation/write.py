@@ -31,34 +31,34 @@ import pyarrow.compute as pc
 import xxhash
 
 from diffusion import storage
-from diffusion.datasets.manifest import (
+from diffusion.errors import DataError, MachineError
+from diffusion.formats.data_set import (
+    IDENTITIES,
     MANIFEST,
+    METADATA,
+    POSITIONS,
+    SCORES,
     BucketEntry,
     Example,
     Generation,
     PreparedManifest,
     RejectedEntry,
     SourceEntry,
-)
-from diffusion.datasets.mds import (
-    INDEX,
-    ShardFormat,
     delete_unnamed,
+)
+from diffusion.formats.shards import (
+    ShardFormat,
     encode_sample,
     encode_shard,
     read_index,
     read_shards,
     write_index,
 )
-from diffusion.errors import DataError, MachineError
 from diffusion.preparation.engine import Workers, progress_bar, run
 from diffusion.preparation.layout import (
     CAPTIONS,
     GENERATED_CAPTIONS,
     LOCATION,
-    METADATA,
-    POSITIONS,
-    SCORES,
     part_name,
     part_numbers,
     positions_name,
@@ -83,9 +83,6 @@ COLUMNS = {
     "metadata": "json",
 }
 """MDS type of each column of a prepared sample."""
-
-_IDENTITIES = "_identities.json"
-"""File beside the positions: for each generation, what its shards are made from."""
 
 _NUM_EXAMPLES = 5
 """Rejected images of each reason that the manifest names."""
@@ -203,8 +200,8 @@ def _nothing_kept(out: str, selections: Sequence[Selection]) -> NothingKeptError
 
 def _discard_other_selections(out: str, selections: Sequence[Selection], finished: PreparedManifest | None) -> None:
     """Remove what was written from another selection."""
-    uri = storage.join(out, POSITIONS, _IDENTITIES)
-    known = storage.read_json(uri) if storage.exists(uri) else []
+    uri = storage.join(out, IDENTITIES)
+    known = storage.read_json(uri, [])
     wanted = [selection.identity for selection in selections]
     same = next((i for i, one in enumerate(wanted) if known[i : i + 1] != [one]), len(wanted))
     if finished is not None and same < len(finished.generations):
@@ -225,9 +222,9 @@ def discard_generations(out: str, generation: int, first_task: int) -> None:
     later = [task for task in part_numbers(storage.join(out, POSITIONS)) if task >= first_task]
     storage.delete(storage.join(out, POSITIONS, positions_name(task)) for task in later)
     write_indexes(out, first_task)
-    uri = storage.join(out, POSITIONS, _IDENTITIES)
-    if storage.exists(uri):
-        storage.write_json(uri, storage.read_json(uri)[:generation])
+    uri = storage.join(out, IDENTITIES)
+    if known := storage.read_json(uri, []):
+        storage.write_json(uri, known[:generation])
 
 
 # The work on a task.
@@ -451,17 +448,18 @@ def write_indexes(out: str, num_tasks: int, finished: PreparedManifest | None = 
         folder: [shard for shard in known if task_of(shard.raw.name) < first_task]
         for folder, known in zip(folders, indexes, strict=True)
     }
-    named = {folder: {shard.stored.name for shard in known} for folder, known in shards.items()}
+    later = set[str]()
     tasks = sorted(task for task in part_numbers(storage.join(out, POSITIONS)) if task >= first_task)
     for task, listed in zip(tasks, read_task_shards(out, tasks), strict=True):
         for folder, shard in listed:
-            named.setdefault(folder, set()).add(shard.stored.name)
             if task < num_tasks:
                 shards.setdefault(folder, []).append(shard)
+            else:
+                later.add(f"{folder}/{shard.stored.name}")
     for folder, of_folder in shards.items():
-        named[folder].add(INDEX)
         write_index(storage.join(out, folder), of_folder)
-    delete_unnamed(out, named, lambda name: task_of(name) < first_task)  # A takedown may be under way.
+    # A takedown may be under way.
+    delete_unnamed(out, shards, lambda name: name in later or task_of(name) < first_task)
     return sorted(shards, key=lambda folder: [folder.split("/")[0], *map(int, re.findall(r"\d+", folder))])
 
 

@@ -10,8 +10,8 @@ from diffusion import storage
 from diffusion.config.data import Representation, StreamConfig
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.loader import train_loader
-from diffusion.datasets.mds import read_shards
 from diffusion.errors import DataError
+from diffusion.formats.shards import read_shards
 from tests.tools.faulty_proxy import FaultyProxy
 from tests.tools.s3_server import S3Server, object_file, s3_process, s3_server
 from tests.tools.training_runs import TrainingServer

@@ -73,9 +73,9 @@ def _encode(folder: Path, name: str, num: int, model) -> None:
 
 def _write_manifest(root: Path, **identities) -> None:
     from diffusion.datasets.encoded import EncodedManifest
-    from diffusion.datasets.manifest import MANIFEST
     from diffusion.datasets.transforms import ImageTransform
     from diffusion.files import write_json
+    from diffusion.formats.data_set import MANIFEST
 
     manifest = EncodedManifest(
         transform=ImageTransform.square(32).identity(),

@@ -14,8 +14,8 @@ import pytest
 from boto3.session import Session
 
 from diffusion import storage
-from diffusion.datasets.manifest import PreparedManifest
-from diffusion.preparation.layout import POSITIONS, read_table
+from diffusion.formats.data_set import POSITIONS, PreparedManifest
+from diffusion.preparation.layout import read_table
 from tests.tools.forking import free_port
 from tests.tools.image_files import noise, tree, write_folder
 from tests.tools.preparing import prepare

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from diffusion import storage
-from diffusion.datasets.manifest import PreparedManifest
-from diffusion.datasets.mds import read_index
 from diffusion.errors import DataError, MachineError
+from diffusion.formats.data_set import PreparedManifest
+from diffusion.formats.shards import read_index
 from diffusion.preparation import scan, select
 from diffusion.preparation.output import claim
 from tests.tools.image_files import tree, write_folder

@@ -12,7 +12,7 @@ import numpy as np
 
 from diffusion.config.loading import load_config
 from diffusion.datasets.bad_images import BadImage
-from diffusion.datasets.manifest import PreparedManifest, RejectedEntry, SourceEntry
+from diffusion.formats.data_set import PreparedManifest, RejectedEntry, SourceEntry
 from diffusion.datasets.provenance import Exposure, apply_substitutes, times_seen
 from diffusion.datasets.sample_order import GlobalOrder, OrderSettings, StreamShape
 from diffusion.operations.training_content import Content, size_range, write_summary

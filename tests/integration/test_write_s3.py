@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from diffusion import storage
-from diffusion.datasets.manifest import PreparedManifest
-from diffusion.datasets.mds import read_index
+from diffusion.formats.data_set import PreparedManifest
+from diffusion.formats.shards import read_index
 from diffusion.preparation.takedown import take_down
 from tests.tools.image_files import tree
 from tests.tools.s3_server import S3Server, s3_process, s3_server

@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from diffusion.preparation.layout import METADATA, SCHEMA, SCORES, part_name
+from diffusion.formats.data_set import METADATA, SCORES
+from diffusion.preparation.layout import SCHEMA, part_name
 from diffusion.preparation.records import Partition
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from streaming import LocalDataset
 
-from diffusion.datasets.manifest import PreparedManifest
+from diffusion.formats.data_set import PreparedManifest
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.prepare import STAGES
 from diffusion.preparation.prepare import prepare as prepare_from_config

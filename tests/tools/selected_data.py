@@ -9,10 +9,10 @@ import pyarrow as pa
 import xxhash
 
 from diffusion import storage
-from diffusion.datasets.manifest import SCAN, PreparedManifest
 from diffusion.errors import DataError
+from diffusion.formats.data_set import METADATA, SCAN, SCORES, SELECTION, PreparedManifest
 from diffusion.preparation.engine import Workers
-from diffusion.preparation.layout import CAPTIONS, METADATA, SCHEMA, SCORES, SELECTION, part_name, write_table
+from diffusion.preparation.layout import CAPTIONS, SCHEMA, part_name, write_table
 from diffusion.preparation.records import Location, Partition
 from diffusion.preparation.scan import Scan
 from diffusion.preparation.write import write

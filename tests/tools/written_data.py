@@ -10,8 +10,8 @@ from PIL import Image
 from streaming import MDSWriter
 
 from diffusion.config.data import DataConfig, Representation, StreamConfig
-from diffusion.datasets.manifest import BucketEntry, PreparedManifest
-from diffusion.datasets.mds import (
+from diffusion.formats.data_set import BucketEntry, PreparedManifest
+from diffusion.formats.shards import (
     ShardFormat,
     encode_sample,
     encode_shard,

@@ -25,7 +25,6 @@ from diffusion.datasets.loader import (
     train_loader,
     validation_dataset,
 )
-from diffusion.datasets.mds import INDEX, check_shard, read_index, read_shards
 from diffusion.datasets.streams import (
     Files,
     StreamLocation,
@@ -36,6 +35,7 @@ from diffusion.datasets.streams import (
 )
 from diffusion.distributed import agree, broadcast, local_rank, local_world_size, on_first_rank, world_size
 from diffusion.errors import ConfigurationError, DataError, MachineError, UserError
+from diffusion.formats.shards import INDEX, check_shard, read_index, read_shards
 from diffusion.models.tokenizers import caption_tokenizer, num_full
 from diffusion.operations.checks.machine import existing
 from diffusion.operations.checks.verdicts import Verdict, log_and_raise, ok, on_each_machine, problem, warning

@@ -9,7 +9,6 @@ device and library versions.)
 import contextlib
 import logging
 import uuid
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -18,9 +17,10 @@ from functools import partial
 from pathlib import Path
 
 from diffusion.datasets.encoded import EncodedManifest
-from diffusion.datasets.manifest import PreparedManifest
 from diffusion.distributed import agree, has_process_group, on_first_rank
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.formats.data_set import PreparedManifest, read_marks
+from diffusion.formats.shards import shards_with_indices
 from diffusion.models.latents import latent_space
 from diffusion.preparation.encoding.models import EncodingModels, Load
 from diffusion.preparation.encoding.output import (
@@ -33,7 +33,6 @@ from diffusion.preparation.encoding.plan import EncodingSettings, ShardTask, pla
 from diffusion.preparation.encoding.shards import EncodedShard, encode_shards
 from diffusion.preparation.engine import Workers, progress_bar, run
 from diffusion.preparation.output import claim
-from diffusion.preparation.removed import read_marks
 from diffusion.storage import is_url, join, shown
 
 logger = logging.getLogger(__name__)
@@ -155,14 +154,11 @@ def _missing_shards(prepared: str, outputs: Sequence[Output]) -> list[ShardTask]
     removed, tasks = read_marks(prepared), []
     folders = {name: shards for output in outputs for name, shards in output.folders.items()}
     for name, shards in sorted(folders.items()):
-        folder, first, indices = join(prepared, name), 0, removed.get(name, [])
-        for number, shard in enumerate(shards):
-            stop = first + shard.num_samples
+        folder = join(prepared, name)
+        for number, (_, shard, inside) in enumerate(shards_with_indices(shards, removed.get(name, []))):
             if targets := tuple(filter(None, (output.target(name, number) for output in outputs))):
-                inside = indices[bisect_left(indices, first) : bisect_left(indices, stop)]
-                of_shard = frozenset(index - first for index in inside)
+                of_shard = frozenset(inside)
                 tasks.append(ShardTask(number=number, folder=folder, shard=shard, removed=of_shard, targets=targets))
-            first = stop
     return tasks
 
 

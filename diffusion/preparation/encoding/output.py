@@ -14,23 +14,26 @@ from typing import Any
 from diffusion import storage
 from diffusion.config.data import ImageSize
 from diffusion.datasets.encoded import EncodedManifest
-from diffusion.datasets.manifest import DAMAGED, MANIFEST, REMOVED_SAMPLES, WORK
-from diffusion.datasets.mds import INDEX, Shard, check_files, delete_unnamed, read_shards, write_index
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
-from diffusion.preparation.layout import POSITIONS, REMOVED, WRITER
+from diffusion.formats.data_set import (
+    DAMAGED,
+    MANIFEST,
+    POSITIONS,
+    RECORDS,
+    REMOVED,
+    REMOVED_SAMPLES,
+    SETTINGS,
+    SHARDS,
+    WORK,
+    WRITER,
+    add_marks,
+    delete_unnamed,
+)
+from diffusion.formats.shards import Shard, check_files, read_shards, write_index
 from diffusion.preparation.output import check_empty, clear_folders
 from diffusion.preparation.removed import Removed
 from diffusion.storage import MissingFileError, join, shown
-
-SHARDS = "shards.json"
-"""File of an encoded data set: for each `<split>/<bucket>` the prepared shards that it was made from."""
-
-SETTINGS = f"{WORK}/encoding.json"
-"""The manifest of an encoding that is not finished."""
-
-RECORDS = f"{WORK}/shards"
-"""Folder with the record of each finished shard."""
 
 CHANGING = frozenset({"source", "counts", "sizes"})
 """Entries of a manifest that change when the prepared data grows."""
@@ -149,32 +152,30 @@ class Output:
             DataError: A shard is missing.
             MachineError: The folder cannot be written to.
         """
-        uri, shards, named = self.uri, {}, {}
-        damaged, removed_samples = _read_json(join(uri, DAMAGED)), _read_json(join(uri, REMOVED_SAMPLES))
+        uri, shards, sources = self.uri, dict[str, list[Shard]](), {}
+        marks: dict[str, list[tuple[str, list[int]]]] = {DAMAGED: [], REMOVED_SAMPLES: []}
         for name, listed in self._read_records().items():
             records = [record for record in listed if record]
             if len(records) < len(listed):
                 raise DataError(f"{shown(join(uri, name))}: a shard is missing; run the command again")
-            firsts = itertools.accumulate((record.samples for record in records), initial=0)
-            for first, record in zip(firsts, records, strict=False):
-                damaged.setdefault(name, []).extend(first + i for i in record.damaged)
-                removed_samples.setdefault(name, []).extend(first + i for i in record.removed_samples)
-            num_samples = sum(record.samples for record in records)
-            removed_samples.setdefault(name, []).extend(i for i in removed.get(name, []) if i < num_samples)
-            listed = [shard for record in records for shard in record.shards]
-            named[name] = {INDEX, *(shard.stored.name for shard in listed)}
+            first = 0
+            for record in records:
+                marks[DAMAGED].append((name, [first + i for i in record.damaged]))
+                marks[REMOVED_SAMPLES].append((name, [first + i for i in record.removed_samples]))
+                first += record.samples
+            marks[REMOVED_SAMPLES].append((name, [i for i in removed.get(name, []) if i < first]))
+            shards[name] = [shard for record in records for shard in record.shards]
             if len(records) > len(self.known.get(name, ())):
-                check_files(join(uri, name), listed)
-                write_index(join(uri, name), listed)
-            shards[name] = [
+                check_files(join(uri, name), shards[name])
+                write_index(join(uri, name), shards[name])
+            sources[name] = [
                 {"source": record.source, "samples": record.samples, "parts": len(record.shards)} for record in records
             ]
-        for file, indices in ((DAMAGED, damaged), (REMOVED_SAMPLES, removed_samples)):
-            content = {name: sorted(set(found)) for name, found in sorted(indices.items()) if found}
-            _write_if_changed(join(uri, file), content)
-        _write_if_changed(join(uri, SHARDS), shards)
+        for file, found in marks.items():
+            add_marks(uri, file, found)
+        _write_if_changed(join(uri, SHARDS), sources)
         _write_if_changed(join(uri, MANIFEST), asdict(self.manifest))
-        delete_unnamed(uri, named)
+        delete_unnamed(uri, shards)
         clear_folders(uri, WORK)
 
     def _check_same_encoding(self, found: dict[str, Any]) -> None:
@@ -271,10 +272,7 @@ def _is_rewritten(shard: Shard) -> bool:
 
 def _read_json(uri: str) -> dict[str, Any]:
     """Read a JSON object; an empty one if there is no such file."""
-    try:
-        content = storage.read_json(uri)
-    except MissingFileError:
-        return {}
+    content = storage.read_json(uri, {})
     if not isinstance(content, dict):
         raise DataError(f"{shown(uri)} is damaged: it is no JSON object")
     return content

@@ -9,10 +9,10 @@ from diffusion import storage
 from diffusion.config.data import ImageSize, named_size
 from diffusion.datasets.buckets import lowest_side
 from diffusion.datasets.encoded import EncodedManifest
-from diffusion.datasets.manifest import MANIFEST, PreparedManifest
-from diffusion.datasets.mds import Shard, read_index, read_shards
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.formats.data_set import MANIFEST, PreparedManifest
+from diffusion.formats.shards import Shard, read_index, read_shards
 from diffusion.preparation.encoding.models import EncodingModels
 from diffusion.preparation.encoding.output import Output, Target
 

@@ -25,9 +25,9 @@ from diffusion.config.data import ImageSize
 from diffusion.datasets.dataset import Tokenize, read_scores
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.datasets.loader import BatchLoader
-from diffusion.datasets.mds import SampleDecoder, ShardFormat, encode_sample, encode_shard, read_shard, shard_name
 from diffusion.datasets.transforms import ImageTransform, Placement
 from diffusion.errors import DataError
+from diffusion.formats.shards import SampleDecoder, ShardFormat, encode_sample, encode_shard, read_shard, shard_name
 from diffusion.launch import end_with_parent
 from diffusion.models.tokenizers import num_full
 from diffusion.preparation.encoding.models import Encoded, Encoder, EncodingModels

@@ -12,8 +12,8 @@ from typing import Any
 
 from diffusion import storage
 from diffusion.datasets.images import EXTENSIONS
-from diffusion.datasets.manifest import MANIFEST, SCAN, WORK
 from diffusion.errors import DataError, MachineError
+from diffusion.formats.data_set import MANIFEST, SCAN, WORK
 from diffusion.preparation.config import LimitsConfig, SourceConfig
 from diffusion.preparation.records import NoColumnsError, clean_text
 from diffusion.preparation.sources.arrow import ArrowSource

@@ -14,10 +14,9 @@ from typing import Any, BinaryIO, ClassVar, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from diffusion.datasets.manifest import MANIFEST, REMOVED_SAMPLES
-from diffusion.datasets.mds import INDEX, SampleDecoder, ShardFormat
 from diffusion.errors import DataError, first_line
-from diffusion.preparation.layout import SPLITS
+from diffusion.formats.data_set import MANIFEST, REMOVED_SAMPLES, SPLITS
+from diffusion.formats.shards import INDEX, SampleDecoder, ShardFormat
 from diffusion.preparation.records import (
     Location,
     OutdatedError,

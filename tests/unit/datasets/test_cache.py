@@ -26,9 +26,9 @@ from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.cache import LOCKS, CacheLimit, StreamShards, TierCounts, files_of_cache
 from diffusion.datasets.dataset import TrainingDataset
 from diffusion.datasets.loader import BatchLoader, train_loader, validation_dataset
-from diffusion.datasets.mds import read_shards, write_index
 from diffusion.datasets.streams import StreamLocation
 from diffusion.errors import DataError, MachineError
+from diffusion.formats.shards import read_shards, write_index
 from tests.tools.written_data import TEXT, data_config, encoded_sample, tokenize, write_encoded, write_prepared
 
 COLUMNS = dict.fromkeys(["latent_mean", "latent_logvar"], "ndarray:float16:4,4,4") | TEXT

@@ -11,10 +11,10 @@ from diffusion.datasets.bad_images import MAX_BAD_IMAGES
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.dataset import TrainingDataset
 from diffusion.datasets.loader import BatchLoader, train_loader
-from diffusion.datasets.mds import SampleDecoder, ShardFiles, read_shard_index, read_shards, write_index
 from diffusion.datasets.sample_order import NUM_INDEX_BITS, NUM_OCCURRENCE_BITS, sample_address
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
+from diffusion.formats.shards import SampleDecoder, ShardFiles, read_shard_index, read_shards, write_index
 from diffusion.randomness import Purpose, random_word
 from tests.tools.written_data import (
     PREPARED,

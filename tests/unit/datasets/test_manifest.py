@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from diffusion.datasets.manifest import (
+from diffusion.errors import DataError
+from diffusion.formats.data_set import (
     MANIFEST,
     BucketEntry,
     Example,
@@ -11,7 +12,6 @@ from diffusion.datasets.manifest import (
     RejectedEntry,
     SourceEntry,
 )
-from diffusion.errors import DataError
 
 
 def manifest(**changes):

@@ -16,7 +16,7 @@ from diffusion.config.training import (
     Precision,
     TrainerConfig,
 )
-from diffusion.datasets.mds import ShardFormat
+from diffusion.formats.shards import ShardFormat
 from diffusion.planning.amounts import absent_streams
 from diffusion.planning.memory import ParameterCounts
 from diffusion.planning.plan import Plan, format_plan, plan_run

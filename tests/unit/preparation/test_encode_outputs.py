@@ -17,7 +17,9 @@ from diffusion.config.data import ImageSize, Representation
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.encoded import EncodedManifest, check_encoded, read_encoded_manifest
 from diffusion.datasets.loader import train_loader
-from diffusion.datasets.mds import (
+from diffusion.errors import ConfigurationError, DataError
+from diffusion.files import write_json
+from diffusion.formats.shards import (
     encode_sample,
     encode_shard,
     read_index,
@@ -25,8 +27,6 @@ from diffusion.datasets.mds import (
     read_shards,
     write_index,
 )
-from diffusion.errors import ConfigurationError, DataError
-from diffusion.files import write_json
 from diffusion.models.pretrained import load_language_model
 from diffusion.preparation.encoding.encode import encode
 from diffusion.preparation.encoding.models import EncodingModels

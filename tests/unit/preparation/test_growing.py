@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from diffusion import storage
-from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import DataError
+from diffusion.formats.data_set import PreparedManifest
 from diffusion.preparation.config import DuplicatesConfig
 from diffusion.preparation.takedown import take_down
 from tests.tools.image_files import noise, sample, tree, write_folder, write_tar

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 from streaming import MDSWriter
 
-from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.formats.data_set import PreparedManifest
 from diffusion.preparation import ingest
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.ingest import Ingestion, find_failing, find_missing, list_arrivals

@@ -19,8 +19,8 @@ from streaming import MDSWriter
 
 from diffusion.config.loading import from_dict
 from diffusion.datasets.images import decode_rgb
-from diffusion.datasets.manifest import PreparedManifest
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.formats.data_set import PreparedManifest
 from diffusion.preparation import output, scan
 from diffusion.preparation.config import (
     STAGES,

@@ -19,10 +19,11 @@ from diffusion import storage
 from diffusion.config.loading import to_dict
 from diffusion.datasets.images import decode_reduced
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.formats.data_set import REMOVED
 from diffusion.preparation import scan as scan_module
 from diffusion.preparation.config import LimitsConfig, PrepareConfig
 from diffusion.preparation.engine import Workers, run
-from diffusion.preparation.layout import REMOVED, SCHEMA, part_name, write_table
+from diffusion.preparation.layout import SCHEMA, part_name, write_table
 from diffusion.preparation.measures import REDUCED_SIDE, perceptual_hash
 from diffusion.preparation.metadata import removed_row
 from diffusion.preparation.records import Location, Partition, Record

@@ -7,10 +7,10 @@ import pytest
 import xxhash
 
 from diffusion import storage
-from diffusion.datasets.manifest import PreparedManifest
-from diffusion.datasets.mds import read_index
 from diffusion.errors import DataError
 from diffusion.files import write_json
+from diffusion.formats.data_set import PreparedManifest
+from diffusion.formats.shards import read_index
 from diffusion.preparation import takedown
 from diffusion.preparation.config import DuplicatesConfig
 from diffusion.preparation.metadata import removal_hash, removed_row

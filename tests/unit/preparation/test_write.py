@@ -9,9 +9,9 @@ import pytest
 from streaming import StreamingDataset
 
 from diffusion import storage
-from diffusion.datasets.manifest import PreparedManifest
-from diffusion.datasets.mds import encode_shard, read_shards
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.formats.data_set import PreparedManifest
+from diffusion.formats.shards import encode_shard, read_shards
 from diffusion.preparation import write as module
 from diffusion.preparation.write import COLUMNS
 from tests.tools.image_files import tree

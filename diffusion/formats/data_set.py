@@ -1,29 +1,86 @@
-"""Manifests: the file that makes a folder a data set, written last and all at once."""
+"""The data set: names of its files and who writes them, marks, manifest, and the end of writing. No torch.
 
-from collections.abc import Mapping
+A writer (`preparation/output.py` keeps others away) writes shards, then indexes, marks, the manifest, and deletes what
+none of them names. Killed at any moment it leaves the data set of before, or none, and continues.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from diffusion import storage
 from diffusion.errors import DataError
+from diffusion.files import PARTIAL
+from diffusion.formats.shards import INDEX, BucketEntry, Shard
 from diffusion.storage import MissingFileError
 
-SPLITS = ("train", "validation")
-"""Folders of the shards."""
+SPLITS = TRAIN, VALIDATION = "train", "validation"
+"""Folders of the shards, an MDS folder per bucket: `<split>/<bucket>`."""
+
+# By prepare and encode, at the end
 
 MANIFEST = "manifest.json"
+"""Makes the folder a data set: written last and all at once."""
+
 ENCODED = "encoded"
 """Value of `kind` in the manifest of encoded data."""
 
-WORK = "work.partial"
-"""Folder of a data set while it is being encoded."""
-
-SCAN = "scan.json"
-"""File of a prepared data set: its sources and partitions. Without a manifest: the preparation is unfinished."""
+# By prepare, encode and takedown
 
 REMOVED_SAMPLES, DAMAGED = "withdrawn.json", "damaged.json"
-"""Files of unusable samples, removed ones and those that could not be decoded: `{"<split>/<bucket>": [indices]}`."""
+"""Marks: indices of samples that are removed, or could not be decoded, by `<split>/<bucket>`."""
+
+REMOVED = "removed.json"
+"""Hashes of removed images (`preparation/removed.py`)."""
+
+POSITIONS = "positions"
+"""Folder of the key of each sample (`preparation/positions.py`)."""
+
+WRITER = "writer.json"
+"""Lease of the writer, where the file system has no locks."""
+
+# By prepare: tables, by which a preparation continues and grows
+
+SCAN = "scan.json"
+"""Sources and partitions. Without a manifest: the preparation is unfinished."""
+
+LISTINGS, METADATA, SCORES, SELECTION = "listings", "metadata", "scores", "selection"
+"""Folders of the stages. The first holds files of partitions that are not scanned."""
+
+ANSWERS = "answers"
+"""Folder with the answers of a server for partitions that are not captioned yet, and column beside the captions."""
+
+SCORES_RECORD = "scores.json"
+"""What determines each column below `scores`. Columns of other tools are not in it."""
+
+REREAD = "reread"
+"""Folder of metadata while files that look changed are compared with what is known of them."""
+
+PACKED = "packed"
+"""Folder with what many files hold, in a few; it is made of them anew where it is missing."""
+
+PACKED_SELECTIONS = f"{PACKED}/selections.json"
+"""The selections of finished generations of data that has grown; it may lack the last ones."""
+
+IDENTITIES = f"{POSITIONS}/_identities.json"
+"""For each generation, what its shards are made from."""
+
+REPORT_PAGE, REPORT_NUMBERS = "report.html", "report.json"
+
+DEAD_LETTERS = "dead_letters.jsonl"
+"""What an ingestion could not add, an object per line."""
+
+# By encode
+
+SHARDS = "shards.json"
+"""For each `<split>/<bucket>` the prepared shards that encoded data was made from: it grows from there."""
+
+WORK = "work.partial"
+"""Folder while it is encoded."""
+
+SETTINGS, RECORDS = f"{WORK}/encoding.json", f"{WORK}/shards"
+"""The manifest of an unfinished encoding, and the folder with the record of each finished shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,18 +114,6 @@ class RejectedEntry:
     count: int
     examples: list[Example]
     """The first few, in the order of the sources."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BucketEntry:
-    """One MDS folder, `<split>/<bucket>`."""
-
-    num_samples: int
-    num_shards: int
-    num_bytes: int
-    """Bytes of the shards, uncompressed."""
-    sha256: str
-    """Hash of the folder's index, which holds the hashes of the shards: equal for equal content."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,3 +211,48 @@ class PreparedManifest:
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{where} is damaged ({error!r}); write the data set anew") from error
+
+
+def read_kind(dataset: str) -> str | None:
+    """Read the kind of a finished data set, `prepared` or `encoded`; None without a manifest."""
+    manifest = storage.read_json(storage.join(dataset, MANIFEST), None)
+    return manifest if manifest is None else str(manifest.get("kind") if isinstance(manifest, dict) else None)
+
+
+def read_marks(dataset: str, file: str = REMOVED_SAMPLES) -> dict[str, list[int]]:
+    """Read marks: sorted indices by `<split>/<bucket>`."""
+    return storage.read_json(storage.join(dataset, file), {})
+
+
+def add_marks(dataset: str, file: str, marks: Iterable[tuple[str, Iterable[int]]]) -> None:
+    """Add indices of some `<split>/<bucket>` to marks."""
+    known = read_marks(dataset, file)
+    merged = {folder: set(indices) for folder, indices in known.items()}
+    for folder, indices in marks:
+        merged.setdefault(folder, set()).update(indices)
+    listed = {folder: sorted(found) for folder, found in sorted(merged.items()) if found}
+    if listed != known:
+        storage.write_json(storage.join(dataset, file), listed)
+
+
+def delete_unnamed(
+    dataset: str, shards: Mapping[str, Iterable[Shard]], is_spared: Callable[[str], bool] = lambda _: False
+) -> None:
+    """Delete what killed runs left in a data set: unfinished files, and files of the splits that no index names.
+
+    Args:
+        dataset: the data set, a path or an s3:// URI.
+        shards: shards in the index of each `<split>/<bucket>`.
+        is_spared: chooses shards, by their path, that stay although no index names them.
+    """
+    named = {f"{folder}/{shard.stored.name}" for folder, listed in shards.items() for shard in listed}
+    named |= {f"{folder}/{INDEX}" for folder in shards}
+
+    def is_left(name: str) -> bool:
+        split, _, rest = name.partition("/")
+        is_named = name in named or (rest.rpartition("/")[2].startswith("shard.") and is_spared(name))
+        return name.endswith(PARTIAL) or (bool(rest) and split in SPLITS and not is_named)
+
+    left = filter(is_left, storage.list_files(dataset))
+    indexes_first = sorted(left, key=lambda name: not name.endswith(INDEX))  # So that no rest looks whole.
+    storage.delete(storage.join(dataset, name) for name in indexes_first)

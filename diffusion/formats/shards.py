@@ -14,20 +14,19 @@ import itertools
 import json
 import os
 import struct
-from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from diffusion import storage
-from diffusion.datasets.balanced import Integers
-from diffusion.datasets.manifest import SPLITS, BucketEntry
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.files import PARTIAL, hash_file, new_hash
+from diffusion.files import hash_file, new_hash
 
 T = TypeVar("T")
 
@@ -197,7 +196,7 @@ class ShardIndex:
         self._bounds = np.cumsum(self.samples_per_shard) - self.samples_per_shard
         self._first_samples: list[int] = self._bounds.tolist()
 
-    def cached_bytes(self) -> Integers:
+    def cached_bytes(self) -> NDArray[np.int64]:
         """Bytes that each shard takes in a cache: int64 [K]."""
         return np.array([shard.cached_bytes for shard in self.shards], np.int64)
 
@@ -208,7 +207,7 @@ class ShardIndex:
         shard = bisect_right(self._first_samples, index) - 1
         return shard, index - self._first_samples[shard]
 
-    def shards_of(self, indices: Integers) -> Integers:
+    def shards_of(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Shards that hold samples of the stream: int64 [N] -> int64 [N]."""
         return np.searchsorted(self._bounds, indices, side="right") - 1
 
@@ -551,6 +550,18 @@ def _shards_of(uri: str) -> tuple[list[Shard], bytes]:
         ) from error
 
 
+@dataclass(frozen=True, kw_only=True)
+class BucketEntry:
+    """One MDS folder, `<split>/<bucket>`."""
+
+    num_samples: int
+    num_shards: int
+    num_bytes: int
+    """Bytes of the shards, uncompressed."""
+    sha256: str
+    """Hash of the folder's index, which holds the hashes of the shards: equal for equal content."""
+
+
 def read_index(folder: Path | str) -> BucketEntry:
     """Sum up the index of an MDS folder, a path or an s3:// URI; the folder is listed once.
 
@@ -577,22 +588,14 @@ def check_files(folder: Path | str, shards: Iterable[Shard]) -> None:
             raise DataError(f"{storage.join(str(folder), name)} {state}; fetch or write the folder anew")
 
 
-def delete_unnamed(
-    uri: str, named: Mapping[str, Collection[str]], is_spared: Callable[[str], bool] = lambda _: False
-) -> None:
-    """Delete what killed runs left in a data set: unfinished files, and files of the splits that no index names.
+def shards_with_indices(shards: Iterable[Shard], indices: Sequence[int] = ()) -> Iterator[tuple[int, Shard, list[int]]]:
+    """Cut sorted indices of samples of a folder by shard.
 
-    Args:
-        uri: the data set, a path or an s3:// URI.
-        named: names of the files of each `<split>/<bucket>`, the index among them.
-        is_spared: whether a shard of a name stays although no index names it.
+    Yields:
+        Index of the first sample of a shard, the shard, and the indices that lie in it, counted from there.
     """
-
-    def is_left(name: str) -> bool:
-        folder, _, base = name.rpartition("/")
-        is_named = base in named.get(folder, ()) or (base.startswith("shard.") and is_spared(base))
-        return base.endswith(PARTIAL) or (folder.split("/")[0] in SPLITS and not is_named)
-
-    left = filter(is_left, storage.list_files(uri))
-    indexes_first = sorted(left, key=lambda name: not name.endswith(INDEX))  # So that no rest looks whole.
-    storage.delete(storage.join(uri, name) for name in indexes_first)
+    first = 0
+    for shard in shards:
+        stop = first + shard.num_samples
+        yield first, shard, [i - first for i in indices[bisect_left(indices, first) : bisect_left(indices, stop)]]
+        first = stop

@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 from streaming import MDSWriter, StreamingDataset
 
-from diffusion.datasets.mds import (
+from diffusion.errors import ConfigurationError, DataError
+from diffusion.formats.shards import (
     SampleDecoder,
     ShardFormat,
     encode_sample,
@@ -13,7 +14,6 @@ from diffusion.datasets.mds import (
     shard_name,
     write_index,
 )
-from diffusion.errors import ConfigurationError, DataError
 from tests.tools.image_files import tree
 
 COLUMNS = {"number": "int32", "data": "bytes"}
