@@ -4,6 +4,7 @@ A writer (`preparation/output.py` keeps others away) writes shards, then indexes
 none of them names. Killed at any moment it leaves the data set of before, or none, and continues.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, ClassVar
 from diffusion import storage
 from diffusion.errors import DataError
 from diffusion.files import PARTIAL
-from diffusion.formats.shards import INDEX, BucketEntry, Shard
+from diffusion.formats.shards import INDEX, BucketEntry, Shard, read_index
 from diffusion.storage import MissingFileError
 
 SPLITS = TRAIN, VALIDATION = "train", "validation"
@@ -171,6 +172,11 @@ class PreparedManifest:
         return [f"{split}/{bucket}" for split, buckets in self.splits.items() for bucket in buckets]
 
     @classmethod
+    def find(cls, folder: Path | str) -> "PreparedManifest | None":
+        """Read that of a folder, as `read` does; None if there is none."""
+        return cls.read(folder) if storage.exists(storage.join(str(folder), MANIFEST)) else None
+
+    @classmethod
     def read(cls, folder: Path | str) -> "PreparedManifest":
         """Read that of a folder, a path or an s3:// URI.
 
@@ -217,6 +223,20 @@ def read_kind(dataset: str) -> str | None:
     """Read the kind of a finished data set, `prepared` or `encoded`; None without a manifest."""
     manifest = storage.read_json(storage.join(dataset, MANIFEST), None)
     return manifest if manifest is None else str(manifest.get("kind") if isinstance(manifest, dict) else None)
+
+
+def folder_order(folder: str) -> tuple[str, list[int]]:
+    """Sort `train/256-512` before `train/1024-up`: numbers by their value."""
+    split, _, bucket = folder.partition("/")
+    return split, [int(number) for number in re.findall(r"\d+", bucket)]
+
+
+def read_splits(dataset: str, folders: Iterable[str]) -> dict[str, dict[str, BucketEntry]]:
+    """Read the indexes of some `<split>/<bucket>`, as `read_index` does, for the manifest."""
+    splits: dict[str, dict[str, BucketEntry]] = {}
+    for split, bucket in (folder.split("/") for folder in folders):
+        splits.setdefault(split, {})[bucket] = read_index(storage.join(dataset, split, bucket))
+    return splits
 
 
 def read_marks(dataset: str, file: str = REMOVED_SAMPLES) -> dict[str, list[int]]:

@@ -12,9 +12,9 @@ from jinja2 import Environment, StrictUndefined
 from diffusion.checkpointing.read import read_identities
 from diffusion.config.checks import weight_locations
 from diffusion.config.schema import Config
-from diffusion.formats.data_set import MANIFEST, REMOVED_SAMPLES, PreparedManifest, SourceEntry
 from diffusion.datasets.provenance import Exposure, licence_of
 from diffusion.files import read_json, read_json_lines, write_atomically
+from diffusion.formats.data_set import MANIFEST, REMOVED_SAMPLES, PreparedManifest, SourceEntry
 from diffusion.formats.run_folder import STARTS
 from diffusion.reports.page import TEMPLATES
 from diffusion.reports.tables import markdown_table

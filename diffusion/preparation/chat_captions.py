@@ -29,8 +29,8 @@ from diffusion import storage
 from diffusion.chat import Chat, Reply, UnansweredError, declines, is_refusal
 from diffusion.errors import ConfigurationError
 from diffusion.files import append_json_lines, read_json_lines
-from diffusion.preparation.config import ChatCaptionsConfig
 from diffusion.formats.data_set import ANSWERS
+from diffusion.preparation.config import ChatCaptionsConfig
 from diffusion.preparation.layout import local_copies
 from diffusion.reports.page import image_uri
 

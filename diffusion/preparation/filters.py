@@ -102,11 +102,7 @@ def load_conditions(
 ) -> Conditions:
     """Write the conditions on the images of some parts, and make the table `sizes` with the bucket of each size.
 
-    Args:
-        database: the metadata.
-        config: the configuration.
-        parts: numbers of the parts.
-        types: SQL types of the keys that `where` named in earlier generations, which later ones keep.
+    `types` are those of the keys that `where` named in earlier generations, which later ones keep.
 
     Raises:
         ConfigurationError: a setting is wrong.
@@ -206,11 +202,10 @@ def parse_where(where: str) -> list[str]:
 
 
 def _size_rules(config: FiltersConfig) -> Iterator[Rule]:
-    shortest, ratio = config.min_shorter_side, config.max_aspect_ratio
-    if shortest is not None:
-        yield _within("shorter_side", "least(width, height)", shortest, None, " px")
-    if ratio is not None:
-        yield _within("aspect_ratio", "greatest(width, height) / least(width, height)", None, ratio)
+    if config.min_shorter_side is not None:
+        yield _within("shorter_side", "least(width, height)", config.min_shorter_side, None, " px")
+    if config.max_aspect_ratio is not None:
+        yield _within("aspect_ratio", "greatest(width, height) / least(width, height)", None, config.max_aspect_ratio)
 
 
 def _caption_rules(config: FiltersConfig, column: ColumnSql) -> Iterator[Rule]:
@@ -221,10 +216,7 @@ def _caption_rules(config: FiltersConfig, column: ColumnSql) -> Iterator[Rule]:
             continue
         _check_order(f"filters.min_caption_{unit}", low, f"filters.max_caption_{unit}", high)
         lengths = f"list_transform(captions, lambda caption: {length})"
-        sides = [_within("", f"list_min({lengths})", low, None, f" {unit}")] if low is not None else []
-        sides += [_within("", f"list_max({lengths})", None, high, f" {unit}")] if high is not None else []
-        detail = f"coalesce({', '.join(f'CASE WHEN {one.rejects} THEN {one.detail} END' for one in sides)})"
-        yield Rule(f"caption_{unit}", " OR ".join(one.rejects for one in sides), detail)
+        yield _within(f"caption_{unit}", f"list_min({lengths})", low, high, f" {unit}", f"list_max({lengths})")
     if config.keywords:
         if not all(word.strip() for word in config.keywords):
             raise ConfigurationError("filters.keywords holds an empty text, which is in every caption; remove it")
@@ -294,10 +286,12 @@ def _condition(index: int, condition: ConditionConfig, column: ColumnSql) -> tup
     return name, _number_within(f"condition_{name}", name, column(name), condition.min, condition.max)
 
 
-def _within(name: str, number: str, low: float | None, high: float | None, unit: str = "") -> Rule:
-    """Reject what is below `low` or above `high`; null is neither."""
+def _within(
+    name: str, lowest: str, low: float | None, high: float | None, unit: str = "", highest: str | None = None
+) -> Rule:
+    """Reject what is below `low` or above `high`, the same number or `highest`; null is neither."""
     rejects, details = [], []
-    for sign, limit in (("<", low), (">", high)):
+    for number, sign, limit in ((lowest, "<", low), (highest or lowest, ">", high)):
         if limit is not None:
             rejects.append(f"{number} {sign} {limit!r}")
             details.append(

@@ -10,8 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from diffusion import storage
-from diffusion.formats.data_set import METADATA as METADATA
-from diffusion.formats.data_set import SCORES as SCORES
 from diffusion.formats.data_set import SCORES_RECORD
 
 CAPTIONS = "captions"

@@ -43,15 +43,8 @@ def key_hash(key: str) -> int:
 def removed_row(row: Mapping[str, Any], partition_file: str) -> dict[str, Any]:
     """Make the row of an image that was taken down: neither its key nor its content is left.
 
-    Where the image is a file of its own, a hash takes the place of the file's name: so it is known when the folder
-    grows. A file that holds other images, too, is named.
-
-    Args:
-        row: the row; one that was made here stays as it is.
-        partition_file: `file` of its partition, empty for a partition of a folder of images.
-
-    Returns:
-        The new row.
+    Where the image is a file of its own (`partition_file`, that of its partition, is empty), a hash takes the place of
+    the file's name: so it is known when the folder grows. A file that holds other images, too, is named.
     """
     if row["key"] == "":
         return dict(row)

@@ -19,7 +19,6 @@ from diffusion.formats.data_set import (
     REPORT_NUMBERS,
     SCAN,
     SCORES,
-    SELECTION,
     PreparedManifest,
 )
 from diffusion.preparation.config import STAGES, PrepareConfig
@@ -35,7 +34,7 @@ from diffusion.preparation.score import score
 from diffusion.preparation.select import check as check_selection
 from diffusion.preparation.select import read_selection, select
 from diffusion.preparation.takedown import reject_scanned, take_down
-from diffusion.preparation.write import discard_generations, shard_format, write
+from diffusion.preparation.write import discard_growth, shard_format, write
 from diffusion.reports.tables import text_table
 
 logger = logging.getLogger(__name__)
@@ -86,7 +85,7 @@ def prepare(
     check_plugins(config)
     check_selection(config)
     out = config.out
-    finished = None if overwrite else _read_manifest(out)
+    finished = None if overwrite else PreparedManifest.find(out)
     settings = _settings(config)
     if finished is not None and "convert_to_srgb" not in finished.settings:
         config = replace(config, convert_to_srgb=False)
@@ -141,11 +140,6 @@ def _settings(config: PrepareConfig) -> dict[str, Any]:
     return settings
 
 
-def _read_manifest(out: str) -> PreparedManifest | None:
-    """Read the manifest of a finished data set that is to grow; None if there is none."""
-    return PreparedManifest.read(out) if storage.exists(storage.join(out, MANIFEST)) else None
-
-
 def _is_report_due(out: str, manifest: PreparedManifest) -> bool:
     """Check whether the report is missing, or shows less than nine tenths of the images."""
     shown = storage.read_json(storage.join(out, REPORT_NUMBERS), None)
@@ -173,16 +167,13 @@ def discard_unfinished(out: str) -> bool:
     with claim(out, PreparedManifest.KIND):
         if not storage.exists(storage.join(out, SCAN)):
             return False
-        scan, finished, first_task = Scan.read(out), 0, 0
-        if storage.exists(storage.join(out, MANIFEST)):
-            finished = len(PreparedManifest.read(out).generations)
-            last = read_selection(out, finished - 1)
-            first_task = last.first_task + len(last.tasks)
+        scan, manifest = Scan.read(out), PreparedManifest.find(out)
+        finished = len(manifest.generations) if manifest else 0
+        first_task = read_selection(out, finished - 1).stop if finished else 0
         later = [one for one in scan.partitions if one.generation >= finished]
         if not later:
             return False
-        storage.delete(storage.join(out, SELECTION, f"{one.generation}.json") for one in later)
-        discard_generations(out, finished, first_task)
+        discard_growth(out, finished, later[-1].generation + 1, first_task)
         names = {part_name(one.number) for one in later}
         scores = storage.list_files(storage.join(out, SCORES))
         storage.delete(storage.join(out, SCORES, name) for name in scores if name.rpartition("/")[2] in names)

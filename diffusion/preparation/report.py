@@ -24,7 +24,7 @@ from diffusion import storage
 from diffusion.config.fields import size_text
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.errors import DataError, MachineError
-from diffusion.formats.data_set import ANSWERS, REPORT_NUMBERS, REPORT_PAGE, SCORES, SELECTION
+from diffusion.formats.data_set import ANSWERS, REPORT_NUMBERS, REPORT_PAGE, SCORES, SELECTION, folder_order
 from diffusion.preparation.layout import CAPTIONS, LOCATION, local_copies, part_name, read_schema
 from diffusion.preparation.metadata import (
     MetadataDatabase,
@@ -175,15 +175,8 @@ def _count(connection: "duckdb.DuckDBPyConnection") -> dict[str, Any]:
         "rejected": rejected[counted].sum().to_dict(),
         "reasons": reasons.to_dict(),
         "sources": {name: rows.groupby("reason").images.sum().to_dict() for name, rows in frame.groupby("source")},
-        "buckets": {place: buckets[place] for place in sorted(map(str, buckets), key=_bucket_order)},
+        "buckets": {place: buckets[place] for place in sorted(map(str, buckets), key=folder_order)},
     }
-
-
-def _bucket_order(name: str) -> Any:
-    """Sort `train/256-512` before `train/1024-up`: numbers by their value."""
-    split, _, bucket = name.partition("/")
-    parts = bucket.replace("x", "-").split("-")
-    return split, [(0, int(part)) if part.isdigit() else (1, part) for part in parts]
 
 
 def _histograms(connection: "duckdb.DuckDBPyConnection", numbers: Sequence[str]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from diffusion import storage
 from diffusion.config.loading import to_dict
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.errors import ConfigurationError, DataError, first_line
+from diffusion.formats.data_set import ANSWERS, METADATA, SCORES, SCORES_RECORD
 from diffusion.preparation.chat_captions import (
     ANSWER_TYPE,
     Answer,
@@ -36,13 +37,9 @@ from diffusion.preparation.chat_captions import (
 from diffusion.preparation.config import CaptionerConfig, CaptionMode, Engine, PrepareConfig
 from diffusion.preparation.engine import Workers, progress_bar, run, visible_gpus
 from diffusion.preparation.layout import (
-    ANSWERS,
     CAPTIONS,
     GENERATED_CAPTIONS,
     LOCATION,
-    METADATA,
-    SCORES,
-    SCORES_RECORD,
     part_name,
     part_numbers,
     read_schema,

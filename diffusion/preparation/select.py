@@ -107,6 +107,11 @@ class Selection:
     """SQL types of the keys of the sources' metadata that `where` has named so far; later generations keep them."""
 
     @property
+    def stop(self) -> int:
+        """Number after that of its last write task."""
+        return self.first_task + len(self.tasks)
+
+    @property
     def reasons(self) -> dict[str, int]:
         """Rejected images by reason, sorted."""
         names = sorted({reason for counts in self.sources.values() for reason in counts if reason})
@@ -161,15 +166,8 @@ def check(config: PrepareConfig) -> None:
 def select(out: str, config: PrepareConfig, scan: "Scan", *, finished: int = 0, progress: bool = False) -> Selection:
     """Select the images of each generation, unless that was done with the same settings, metadata and scores.
 
-    Args:
-        out: folder of the data set.
-        config: the preparation.
-        scan: partitions and sources; all partitions have been scanned.
-        finished: number of generations that are written. Their selections stay: takedowns find samples by them.
-        progress: show a bar on stderr.
-
-    Returns:
-        The selection of the newest generation.
+    Selections of the `finished` first generations, which are written, stay: takedowns find samples by them. Returned is
+    that of the newest generation.
 
     Raises:
         ConfigurationError: a setting is wrong.

@@ -50,6 +50,7 @@ from diffusion.formats.data_set import (
     delete_unnamed,
     read_kind,
     read_marks,
+    read_splits,
 )
 from diffusion.formats.shards import (
     INDEX,
@@ -57,7 +58,6 @@ from diffusion.formats.shards import (
     Shard,
     encode_sample,
     encode_shard,
-    read_index,
     read_shard,
     read_shards,
     shards_with_indices,
@@ -78,7 +78,7 @@ from diffusion.preparation.removed import MAX_DISTANCE, Removed, add_removed
 from diffusion.preparation.scan import Scan
 from diffusion.preparation.select import read_selections
 from diffusion.preparation.sources.folder import key_of_item
-from diffusion.preparation.write import discard_generations, rejected_entries, write_indexes
+from diffusion.preparation.write import discard_growth, rejected_entries, write_indexes
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +212,7 @@ class _Prepared:
     def __init__(self, uri: str) -> None:
         self._uri, self._manifest = uri, PreparedManifest.read(uri)
         self._selections = read_selections(uri, len(self._manifest.generations))
-        self._num_tasks = self._selections[-1].first_task + len(self._selections[-1].tasks)
+        self._num_tasks = self._selections[-1].stop
         self._tasks = {
             part: task
             for selection in self._selections
@@ -224,12 +224,10 @@ class _Prepared:
     def reject(self, rows: _Rows) -> None:
         """Reject rows of the metadata; a growth that has selected images, copies of them maybe, is begun again."""
         partitions = storage.read_json(storage.join(self._uri, SCAN))["partitions"]
-        generations = {one["number"]: one["generation"] for one in partitions}
-        if rows and max(generations.values()) >= len(self._selections):
+        last, num_finished = max(one["generation"] for one in partitions), len(self._selections)
+        if rows and last >= num_finished:
             logger.info("%s: what was written of an unfinished growth is removed", storage.shown(self._uri))
-            later = range(len(self._selections), max(generations.values()) + 1)
-            storage.delete(storage.join(self._uri, SELECTION, f"{generation}.json") for generation in later)
-            discard_generations(self._uri, len(self._selections), self._num_tasks)
+            discard_growth(self._uri, num_finished, last + 1, self._num_tasks)
         _reject_rows(self._uri, rows, erase=False)
 
     def find(self, rows: _Rows) -> list[_Sample]:
@@ -260,12 +258,8 @@ class _Prepared:
         storage.delete(storage.join(uri, name) for name in (REPORT_PAGE, REPORT_NUMBERS))
         count = sum(_erase_task(uri, task, rows) for task in self._tasks_of(rows))
         write_indexes(uri, self._num_tasks)
-        splits = {
-            split: {bucket: read_index(storage.join(uri, split, bucket)) for bucket in buckets}
-            for split, buckets in self._manifest.splits.items()
-        }
-        selections = read_selections(uri, len(self._selections))  # Without the erased examples.
-        replace(self._manifest, rejected=rejected_entries(selections), splits=splits).write(uri)
+        rejected = rejected_entries(read_selections(uri, len(self._selections)))  # Without the erased examples.
+        replace(self._manifest, rejected=rejected, splits=read_splits(uri, self._manifest.folders)).write(uri)
         _reject_rows(uri, rows, erase=True)  # At the end: a run that continues finds the keys there.
         if has_report:
             _write_report(uri)

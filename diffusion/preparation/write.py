@@ -18,7 +18,6 @@ import functools
 import json
 import logging
 import os
-import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,23 +33,23 @@ from diffusion import storage
 from diffusion.errors import DataError, MachineError
 from diffusion.formats.data_set import (
     IDENTITIES,
-    MANIFEST,
     METADATA,
     POSITIONS,
     SCORES,
-    BucketEntry,
+    SELECTION,
     Example,
     Generation,
     PreparedManifest,
     RejectedEntry,
     SourceEntry,
     delete_unnamed,
+    folder_order,
+    read_splits,
 )
 from diffusion.formats.shards import (
     ShardFormat,
     encode_sample,
     encode_shard,
-    read_index,
     read_shards,
     write_index,
 )
@@ -111,16 +110,8 @@ def write(
 ) -> PreparedManifest:
     """Write the selected images of all generations that are not written yet, then the indexes and the manifest.
 
-    Args:
-        out: the data set's folder, a path or an s3:// URI.
-        scan: sources and partitions of the data set.
-        settings: the keys of the configuration that determine the data, for the manifest.
-        workers: who does the tasks.
-        scratch: folder for the images of a window; None keeps them in memory.
-        progress: show a bar on stderr.
-
-    Returns:
-        The manifest; that of the finished data set, if nothing is to be added.
+    `settings` are the keys of the configuration that determine the data, for the manifest, which is returned. Without
+    a folder `scratch` the images of a window are held in memory.
 
     Raises:
         ConfigurationError: shards cannot be written so.
@@ -130,7 +121,7 @@ def write(
     """
     shard_format(settings).check()
     num_generations = max((one.generation for one in scan.partitions), default=0) + 1
-    finished = PreparedManifest.read(out) if storage.exists(storage.join(out, MANIFEST)) else None
+    finished = PreparedManifest.find(out)
     num_finished = len(finished.generations) if finished else 0
     selections = read_selections(out, num_finished)
     selections += map(functools.partial(read_selection, out), range(num_finished, num_generations))
@@ -166,7 +157,7 @@ def write(
     with progress_bar("writing", total, initial=written, shown=progress) as bar:
         for num_samples in run(workers, make, tasks, describe=_describe):
             bar.update(num_samples)
-    folders = write_indexes(out, selections[-1].first_task + len(selections[-1].tasks), finished, first_task)
+    folders = write_indexes(out, selections[-1].stop, finished, first_task)
     manifest = _manifest(out, scan, selections, settings, folders)
     manifest.write(out)
     if len(selections) > 1:
@@ -212,15 +203,21 @@ def _discard_other_selections(out: str, selections: Sequence[Selection], finishe
     if known[same:]:
         logger.info("%s: what was written from another selection is removed", storage.shown(out))
     if known[same:] or not known:  # Without identities it is unknown what positions belong to.
-        discard_generations(out, same, sum(len(selection.tasks) for selection in selections[:same]))
+        _discard_written(out, same, selections[same - 1].stop if same else 0)
     if known != wanted:
         storage.write_json(uri, wanted)
 
 
-def discard_generations(out: str, generation: int, first_task: int) -> None:
+def discard_growth(out: str, start: int, stop: int, first_task: int) -> None:
+    """Remove what was selected and written of the generations from `start` to before `stop`, the newest ones."""
+    storage.delete(storage.join(out, SELECTION, f"{generation}.json") for generation in range(start, stop))
+    _discard_written(out, start, first_task)
+
+
+def _discard_written(out: str, generation: int, first_task: int) -> None:
     """Remove what was written of a generation and of those after it, from its first task on; earlier ones stay."""
-    later = [task for task in part_numbers(storage.join(out, POSITIONS)) if task >= first_task]
-    storage.delete(storage.join(out, POSITIONS, positions_name(task)) for task in later)
+    tasks = part_numbers(storage.join(out, POSITIONS))
+    storage.delete(storage.join(out, POSITIONS, positions_name(task)) for task in tasks if task >= first_task)
     write_indexes(out, first_task)
     uri = storage.join(out, IDENTITIES)
     if known := storage.read_json(uri, []):
@@ -460,7 +457,7 @@ def write_indexes(out: str, num_tasks: int, finished: PreparedManifest | None = 
         write_index(storage.join(out, folder), of_folder)
     # A takedown may be under way.
     delete_unnamed(out, shards, lambda name: name in later or task_of(name) < first_task)
-    return sorted(shards, key=lambda folder: [folder.split("/")[0], *map(int, re.findall(r"\d+", folder))])
+    return sorted(shards, key=folder_order)
 
 
 def _manifest(
@@ -468,10 +465,6 @@ def _manifest(
 ) -> PreparedManifest:
     """Return the manifest of the data set as it is now."""
     sizes = Counter(one.generation for one in scan.partitions)
-    splits: dict[str, dict[str, BucketEntry]] = {}
-    for folder in folders:
-        split, bucket = folder.split("/")
-        splits.setdefault(split, {})[bucket] = read_index(storage.join(out, folder))
     counts = {source.name: [one.sources.get(source.name, {}) for one in selections] for source in scan.sources}
     return PreparedManifest(
         sources=[
@@ -489,7 +482,7 @@ def _manifest(
         seen=sum(one.seen for one in selections),
         kept=sum(one.kept for one in selections),
         rejected=rejected_entries(selections),
-        splits=splits,
+        splits=read_splits(out, folders),
         generations=[Generation(partitions=sizes[one.generation], seen=one.seen, kept=one.kept) for one in selections],
     )
 

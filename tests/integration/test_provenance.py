@@ -12,9 +12,9 @@ import numpy as np
 
 from diffusion.config.loading import load_config
 from diffusion.datasets.bad_images import BadImage
-from diffusion.formats.data_set import PreparedManifest, RejectedEntry, SourceEntry
 from diffusion.datasets.provenance import Exposure, apply_substitutes, times_seen
 from diffusion.datasets.sample_order import GlobalOrder, OrderSettings, StreamShape
+from diffusion.formats.data_set import PreparedManifest, RejectedEntry, SourceEntry
 from diffusion.operations.training_content import Content, size_range, write_summary
 from tests.integration.test_bad_images_in_runs import runs
 from tests.integration.test_failures import SMALL
