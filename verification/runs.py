@@ -146,7 +146,7 @@ def make_data(folder: Path, resolution: int) -> Path:
     out = str(folder / "prepared")
     prepare(PrepareConfig(sources=sources, out=out, buckets=buckets, workers=1, scorers=scorers), report=False)
     parts = load_frozen_parts(ModelConfig(architecture=Architecture.tiny))
-    parts.vae.save_pretrained(folder / "vae")
+    parts.vae.save_pretrained(folder / "vae")  # pyright: ignore[reportCallIssue]
     options = {"models": EncodingModels.of(parts), "resolutions": [resolution], "scores": ["brightness"]}
     encode(out, folder / "latents", **options)
     return folder
