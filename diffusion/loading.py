@@ -245,7 +245,7 @@ def absent_weights(config: Config) -> dict[str, str]:
         unread.add("init_from.checkpoint")
     if config.autoencoder.perceptual_weight == 0:
         unread.add("autoencoder.vgg_weights")
-    if config.model.vae and config.model.text_encoder.path:
+    if (config.model.vae or config.model.architecture.is_pixel) and config.model.text_encoder.path:
         unread.add("model.pretrained")
     for key, source in weight_locations(config).items():
         if not is_used(key, config.task) or key in unread:

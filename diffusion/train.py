@@ -113,7 +113,7 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
     """
     # Check
     device = start_ranks(config)
-    shape = {"side_factor": side_factor(config.model), "num_text_tokens": num_text_tokens(config.model)}
+    shape = agree(lambda: {"side_factor": side_factor(config.model), "num_text_tokens": num_text_tokens(config.model)})
     is_own = build is not None
     agree(lambda: check(config, world_size=dist.get_world_size(), **shape, may_be_random=is_own))
     agree(lambda: check_plugins(config))

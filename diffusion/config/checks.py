@@ -117,10 +117,12 @@ def _folders(config: Config) -> Iterator[str]:
 
 def _random_parts(config: Config) -> Iterator[str]:
     if config.task is Task.diffusion and (missing := config.model.missing_parts):
+        others = (
+            "model.text_encoder.path" if config.model.architecture.is_pixel else "model.vae and model.text_encoder.path"
+        )
         yield (
             f"model.pretrained is null with model.architecture {config.model.architecture.value}, and the "
-            f"{' and the '.join(missing)} would have random weights. Set model.pretrained, or model.vae and "
-            "model.text_encoder.path."
+            f"{' and the '.join(missing)} would have random weights. Set model.pretrained, or {others}."
         )
 
 

@@ -183,7 +183,7 @@ class PipelineGenerator(Generator):
         self.vae_factor, self.num_channels = pipeline.vae_scale_factor, network.config.in_channels
         self.side_factor = self.vae_factor * patch_size_of(network)
         if self.is_prx:
-            self.resolution = pipeline.config.default_sample_size
+            self.resolution = pipeline.config.default_sample_size or (1024 if self.is_pixel else 512)
         else:
             self.resolution = network.config.sample_size * self.vae_factor
 

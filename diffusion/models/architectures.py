@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +20,7 @@ from diffusion.config.model import NUM_TIMESTEPS, Architecture, ModelConfig, Pre
 from diffusion.errors import ConfigurationError, raise_all, similar_names
 from diffusion.files import read_json
 from diffusion.models.conditioning import DualTextEncoder, TextEncoder
-from diffusion.models.latents import SPACES, VAE, VAE_CLASSES
+from diffusion.models.latents import VAE, VAE_CLASSES, latent_space
 from diffusion.models.networks import NETWORKS, TEXT_WIDTHS, Network, take_whole_timesteps
 from diffusion.models.text_encoders import LanguageModel, hidden_width, read_language_model
 
@@ -303,18 +302,25 @@ def latent_channels(config: ModelConfig) -> int:
     return config.network.get("in_channels", ARCHITECTURES[config.architecture].network["in_channels"])
 
 
-def _stored_vae(config: ModelConfig) -> dict[str, Any] | None:
-    """Configuration of a VAE in a local folder."""
+def _stored_vae(config: ModelConfig) -> VAE | None:
+    """Build the VAE of a local folder by its configuration; None without such a folder."""
     vae = config.vae or (config.pretrained and f"{config.pretrained}/vae")
     path = Path(vae or "", "config.json").expanduser()
-    return read_json(path) if vae and path.is_file() and not config.architecture.is_pixel else None
+    if config.architecture.is_pixel or not vae or not path.is_file():
+        return None
+    stored = read_json(path)
+    kind = VAE_CLASSES.get(stored.get("_class_name", "")) if isinstance(stored, dict) else None
+    try:
+        return kind and kind.from_config(stored)  # pyright: ignore[reportReturnType]
+    except (TypeError, ValueError):
+        return None  # `load_frozen_parts` says what is wrong.
 
 
 def vae_factor(config: ModelConfig) -> int:
     """Pixels per latent position along one side: of a VAE in a local folder, or of the architecture."""
-    if (stored := _stored_vae(config)) is not None and (space := SPACES.get(stored.get("_class_name", ""))):
-        return space(SimpleNamespace(config=stored)).factor
-    return ARCHITECTURES[config.architecture].vae_factor
+    with torch.device("meta"):
+        stored = _stored_vae(config)
+    return ARCHITECTURES[config.architecture].vae_factor if stored is None else latent_space(stored).factor
 
 
 def side_factor(config: ModelConfig) -> int:
@@ -353,10 +359,10 @@ def build_random_vae(config: ModelConfig) -> VAE:
 
     It is the identity for pixels.
     """
-    spec, stored = ARCHITECTURES[config.architecture], _stored_vae(config)
-    if stored is not None and (kind := VAE_CLASSES.get(stored.get("_class_name", ""))):
-        return kind.from_config(stored)  # pyright: ignore[reportReturnType]
-    return nn.Identity() if spec.vae is None else build_vae(spec, {"latent_channels": latent_channels(config)})
+    if config.architecture.is_pixel:
+        return nn.Identity()
+    channels = {"latent_channels": latent_channels(config)}
+    return _stored_vae(config) or build_vae(ARCHITECTURES[config.architecture], channels)
 
 
 def build_text_encoder(spec: ArchitectureSpec) -> TextEncoder:

@@ -96,6 +96,10 @@ def build_parts(
 def _check_latents(config: ModelConfig, objective: ObjectiveConfig, vae: VAE, network: Network) -> None:
     """Reject a network that does not fit the latents of a VAE."""
     space, start = latent_space(vae), f"model.vae={config.vae or config.pretrained}"
+    if config.architecture.is_pixel:
+        start = f"model.architecture={config.architecture.value}"
+        if objective.prediction_type is not PredictionType.flow or config.vae is not None:
+            raise ConfigurationError(f"{start} works on pixels. Set objective.prediction_type=flow and model.vae=null")
     if network.config["in_channels"] != space.channels:
         raise ConfigurationError(
             f"{start}: its latents have {space.channels} channels, the network expects "

@@ -175,7 +175,7 @@ VAE_CLASSES = {kind.__name__: kind for kind in (AutoencoderKL, AutoencoderKLFlux
 
 def latent_space(vae: VAE) -> LatentSpace:
     """Choose the space by the class of a VAE."""
-    return SPACES[type(vae).__name__](vae)
+    return next(SPACES[kind.__name__] for kind in type(vae).__mro__ if kind.__name__ in SPACES)(vae)
 
 
 def _to_unit(images: Tensor) -> Tensor:

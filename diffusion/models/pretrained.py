@@ -180,6 +180,11 @@ def read_pipeline_network(folder: Path, network: Network) -> dict[str, Tensor]:
     """
     component = component_name(network)
     part, config = folder / component, folder / component / "config.json"
+    index = folder / PIPELINE_INDEX
+    if index.is_file() and (scale := read_json(index).get("noise_scale", 1.0)) != 1.0:
+        raise ConfigurationError(
+            f"{index}: noise_scale is {scale}, and networks are trained here with noise of scale 1"
+        )
     # Weights of another precision may lie beside them: diffusion_pytorch_model.fp16.safetensors.
     files = [file for file in sorted(part.glob(f"{_WEIGHTS}*.safetensors")) if file.name.count(".") == 1]
     if not files or not config.is_file():

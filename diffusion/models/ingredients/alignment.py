@@ -153,7 +153,7 @@ class AlignmentIngredient(Ingredient):
         if BatchKey.IMAGE not in call.batch:
             raise ValueError("model.alignment needs images: data.representation=images")
         height, width = noised.shape[2:]
-        cell = max(2, self._patch)  # Positions of a feature: of a token, or of 2 x 2 in a U-Net.
+        cell = self._patch if self._caller.is_pixel else 2  # Positions of a feature along one side.
         features = self.frozen["image_encoder"](call.batch[BatchKey.IMAGE], (height // cell, width // cell))
         states, call.hidden = call.hidden, None
         grid = (height // self._patch, width // self._patch)

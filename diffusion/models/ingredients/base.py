@@ -175,7 +175,7 @@ class Caller:
 
     def __init__(self, network: Network, ingredients: Sequence[Ingredient], *, is_pixel: bool = False) -> None:
         self.call = Call()
-        self._network, self._ingredients, self._is_pixel = network, ingredients, is_pixel
+        self._network, self._ingredients, self.is_pixel = network, ingredients, is_pixel
         for ingredient in ingredients:
             ingredient.attach(network, self)
 
@@ -204,4 +204,4 @@ class Caller:
         for ingredient in self._ingredients:
             ingredient.prepare(call, noised, conditioning)
         prediction = predict(self._network, noised, timesteps, conditioning)
-        return velocity(exact, prediction, timesteps) if self._is_pixel else prediction
+        return velocity(exact, prediction, timesteps) if self.is_pixel else prediction
