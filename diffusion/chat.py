@@ -20,7 +20,7 @@ from omegaconf import MISSING
 
 from diffusion.config.fields import bounded
 from diffusion.config.secrets import is_secret_name, redact
-from diffusion.errors import ConfigurationError, MachineError, similar_names
+from diffusion.errors import ConfigurationError, UnavailableError, similar_names
 
 _CONNECT_SECONDS = 5.0
 
@@ -37,8 +37,10 @@ _ABSENT = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
 
 
 _REFUSAL = re.compile(
-    r"(?i)^\W*(i'?m |i am |we are |we're )?(very |so )?(sorry|unable to|not able to|afraid)\b"
-    r"|^\W*(i|we) (can'?t|can ?not|won'?t|will not|must decline)\b|^\W*as an ai\b"
+    r"""(?i)^[^\w"'\u201c\u2018]*(sorry,? (but )?)?("""
+    r"(i'?m|i am|we are|we're) ((very |so )?sorry|unable to|not able to|afraid)\b"
+    r"|(i|we) (can'?t|can ?not|won'?t|will not|must decline)\b|as an ai\b"
+    r"|unable to (assist|help|comply|process|provide|describe|identify)\b)"
 )
 """Beginnings of answers that decline."""
 
@@ -80,8 +82,8 @@ class ServerConfig:
                 f"key is read from the environment variable {key}.key_variable)."
             )
         if self.key_variable is not None and not is_secret_name(self.key_variable):
-            yield (
-                f"{key}.key_variable is '{redact(self.key_variable)}'; name an environment variable such as "
+            yield (  # Without the value, which may be the key itself.
+                f"{key}.key_variable does not end as names of secrets do; name an environment variable such as "
                 "MY_API_KEY: values of variables whose names end so are kept out of logs."
             )
 
@@ -136,10 +138,14 @@ class Chat:
 
     def __init__(self, config: ServerConfig, model: str) -> None:
         self._config, self._model, self._url = config, model, config.url.rstrip("/")
-        self._key = None if config.key_variable is None else os.environ.get(config.key_variable)
+        self._key = None if config.key_variable is None else os.environ.get(config.key_variable, "").strip()
         if config.key_variable is not None and not self._key:
             raise ConfigurationError(
                 f"the environment variable {config.key_variable}, the key of {self._url}, is not set"
+            )
+        if self._key and not (self._key.isascii() and self._key.isprintable()):
+            raise ConfigurationError(
+                f"the environment variable {config.key_variable} holds characters that no key has, such as line breaks"
             )
         self._sessions = threading.local()
         self._stopped = threading.Event()
@@ -150,13 +156,13 @@ class Chat:
         """Check that the server is there, takes the key, and has the model.
 
         Raises:
-            MachineError: nothing answers.
+            UnavailableError: nothing answers.
             ConfigurationError: it refuses the key, or serves other models.
         """
         try:
             listed = self._request("GET", "/models", None, 2 * _CONNECT_SECONDS)
         except _TemporaryError as error:
-            raise MachineError(
+            raise UnavailableError(
                 f"no chat server answers at {self._url} ({error}); start it, or correct the URL"
             ) from error
         except (UnansweredError, _AbsentError):
@@ -177,13 +183,15 @@ class Chat:
         Raises:
             UnansweredError: the server rejects this request, or all attempts failed.
             ConfigurationError: the key or the model is wrong.
-            MachineError: the server has answered nothing for `patience_seconds`, or the client was stopped.
+            UnavailableError: the server has answered nothing for `patience_seconds`, or the client was stopped.
         """
         body = {"model": self._model, "messages": list(messages), **options}
         body = {name: value for name, value in body.items() if value is not None}
         failures = waits = 0
         while True:
-            self._sleep(self._open_from - time.monotonic())
+            self._sleep(0.0)
+            while (pause := self._open_from - time.monotonic()) > 0:
+                self._sleep(pause + random.random() * min(pause, 1.0))  # Not all at once.
             try:
                 answer = self._request("POST", "/chat/completions", body, self._config.timeout_seconds)
                 reply = _reply(answer, failures)
@@ -193,11 +201,10 @@ class Chat:
                 if failures >= self._config.attempts:
                     raise UnansweredError(str(error), failures=failures, is_rejected=False) from error
                 pause = min(_MIN_PAUSE * 2.0 ** min(waits - 1, 10), _MAX_PAUSE) if error.pause is None else error.pause
-                pause += random.random() * min(pause, 1.0)  # Not all at once.
                 if error.is_busy:
                     self._open_from = max(self._open_from, time.monotonic() + pause)
                 else:
-                    self._sleep(pause)
+                    self._sleep(pause + random.random() * min(pause, 1.0))
             except _AbsentError as error:
                 raise ConfigurationError(
                     f"{self._url}/chat/completions: {error}. Correct the URL, which ends with /v1, or the model"
@@ -219,13 +226,13 @@ class Chat:
 
     def _sleep(self, seconds: float) -> None:
         if self._stopped.wait(max(seconds, 0.0)):
-            raise MachineError(f"{self._url}: stopped")
+            raise UnavailableError(f"{self._url}: stopped")
 
     def _check_patience(self, error: _TemporaryError) -> None:
         silent, patience = time.monotonic() - self._last_answer, self._config.patience_seconds
         if silent > patience or (error.pause or 0.0) > patience:
             wait = f" and asks to wait for {error.pause:.0f} s" if error.pause else ""
-            raise MachineError(
+            raise UnavailableError(
                 f"{self._url} has answered nothing for {silent:.0f} s{wait} ({error}); what was answered is kept: run "
                 "the command again when the server is there, with fewer requests at a time if it is busy"
             )
@@ -252,7 +259,8 @@ class Chat:
         except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
             reason = error.args[0] if error.args else None
             if isinstance(reason, urllib3.exceptions.MaxRetryError):  # Without a connection no request is at fault.
-                raise _TemporaryError("no connection", is_busy=True) from error
+                what = f"no connection: {type(reason.reason).__name__}"
+                raise _TemporaryError(what, is_busy=True) from error
             is_late = isinstance(error, requests.Timeout | urllib3.exceptions.TimeoutError)
             what = f"no whole answer within {seconds:g} s" if is_late else f"it breaks off ({type(error).__name__})"
             raise _TemporaryError(what) from error
@@ -323,7 +331,7 @@ def is_refusal(reply: Reply) -> bool:
 
 def declines(text: str) -> bool:
     """Return whether a text begins as refusals do."""
-    return _REFUSAL.search(text) is not None
+    return _REFUSAL.search(text.replace("\u2019", "'")) is not None
 
 
 def _message(content: bytes) -> str:
@@ -335,8 +343,8 @@ def _message(content: bytes) -> str:
         text = str(error.get("message", error) if isinstance(error, dict) else error)
     except (ValueError, AttributeError, RecursionError):
         pass
-    line = (text.strip().splitlines() or [""])[0][:300]
-    return redact("".join(character if character.isprintable() else "?" for character in line))
+    line = (text.strip().splitlines() or [""])[0]
+    return redact("".join(character if character.isprintable() else "?" for character in line))[:300]
 
 
 def _retry_after(value: str | None) -> float | None:

@@ -42,6 +42,10 @@ class MachineError(UserError):
     """The machine lacks something that the configuration asks for: a device, a precision, disk space."""
 
 
+class UnavailableError(MachineError):
+    """A store or server does not answer, or answers with a failure that may pass."""
+
+
 class PreemptedError(Exception):
     """The run ends, and its next start continues: after a signal (a checkpoint was saved) or a wrong loss."""
 

@@ -283,7 +283,7 @@ def model_card(
         f"---\n{header.to_yaml()}\n---\n\n# {config.run_name}\n",
         _origin(trained, scores),
         USE_OF_LORA if is_lora else _use(config.model),
-        MARKING.format(mark.xmp),
+        MARKING.format(mark.xmp) if mark.version else "",
         f"## Licences\n\n- model: {licences.model}\n- data: {licences.data}\n",
         _data(config, prepared),
         _evaluations(trained),

@@ -30,7 +30,7 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 
 from fsspec.spec import AbstractBufferedFile
 
-from diffusion.errors import DataError, MachineError
+from diffusion.errors import DataError, MachineError, UnavailableError
 from diffusion.files import atomic_path, hash_file, unique_partial
 
 logger = logging.getLogger(__name__)
@@ -91,10 +91,6 @@ class ForbiddenFileError(_FileError, MachineError, PermissionError):
 
 class ChangedFileError(_FileError, DataError):
     """A file has another version than the requested one."""
-
-
-class UnavailableError(MachineError):
-    """A store does not answer, or answers with a failure that may pass."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,6 +87,9 @@ def rewritten(arguments: argparse.Namespace, prompts: list[str]) -> list[str]:
         MachineError: it does not answer.
     """
     if arguments.rewrite is None:
+        for name in ("model", "key", "instructions"):
+            if getattr(arguments, f"rewrite_{name}") is not None:
+                raise ConfigurationError(f"--rewrite-{name} needs --rewrite URL, the server")
         return prompts
     if arguments.rewrite_model is None:
         raise ConfigurationError("--rewrite needs --rewrite-model NAME, the model of the server")
@@ -154,8 +157,9 @@ def main() -> None:
     from diffusion.loading import load_model
     from diffusion.models.sampling import image_grid
 
-    model = load_model(arguments.checkpoint, weights=arguments.weights, paths=frozen_paths(arguments)).to(device)
+    model = load_model(arguments.checkpoint, weights=arguments.weights, paths=frozen_paths(arguments))
     mark = model.mark
+    model.to(device)
     rows, first_images = [], []
     for start in range(0, len(texts), arguments.batch_size):
         part = slice(start, start + arguments.batch_size)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from diffusion.chat import Chat, ServerConfig, UnansweredError, is_refusal
-from diffusion.config.fields import check_sections
-from diffusion.errors import ConfigurationError
+from diffusion.config.fields import section_problems
+from diffusion.errors import ConfigurationError, raise_all
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +26,9 @@ def rewrite_prompts(prompts: Sequence[str], server: ServerConfig, model: str, in
 
     Raises:
         ConfigurationError: key, model or address is wrong.
-        MachineError: the server is not there, or answers no more.
+        UnavailableError: the server is not there, or answers no more.
     """
-    check_sections(server)
+    raise_all(ConfigurationError, list(section_problems(server, "server")))
     chat = Chat(server, model)
     chat.check()
 

@@ -12,6 +12,7 @@ from jinja2 import Environment, StrictUndefined
 from diffusion.checkpointing.read import read_identities
 from diffusion.config.checks import weight_locations
 from diffusion.config.schema import Config
+from diffusion.config.secrets import redact
 from diffusion.datasets.provenance import Exposure, licence_of
 from diffusion.files import read_json, read_json_lines, write_atomically
 from diffusion.formats.data_set import MANIFEST, REMOVED_SAMPLES, PreparedManifest, SourceEntry
@@ -78,7 +79,7 @@ def write_summary(
     rejected: Counter[str] = Counter()
     for manifest in manifests:
         rejected.update({reason: entry.count for reason, entry in manifest.rejected.items()})
-    places = [f"`{key}`: {place}" for key, place in weight_locations(config).items()]
+    places = [f"`{key}`: {redact(str(place))}" for key, place in weight_locations(config).items()]
     hashes = [f"{part.replace('_', ' ')} with hash {value}" for part, value in read_identities(checkpoint).items()]
     num_images, num_domains = content.images["source"].total(), len(content.images["domain"])
     domains = content.images["domain"].most_common(-(-num_domains // 10))
@@ -119,7 +120,7 @@ def _sources(content: Content, entries: Sequence[SourceEntry]) -> str:
     rows = []
     for name in sorted(used.keys() | {entry.name for entry in entries}):
         own = [entry for entry in entries if entry.name == name]
-        texts = [name, *(", ".join(sorted({getattr(entry, part) for entry in own})) for part in ("kind", "path"))]
+        texts = [name, *(", ".join(sorted({redact(getattr(entry, part)) for entry in own})) for part in ("kind", "path"))]
         numbers = (sum(one.seen for one in own), sum(one.kept for one in own), used[name], draws[name])
         rows.append([*map(_one_line, texts), *map("{:,}".format, numbers)])
     return markdown_table(("source", "kind", "location", "found", "prepared", "used", "draws"), rows)

@@ -14,7 +14,7 @@ import json
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -32,12 +32,10 @@ from diffusion.files import append_json_lines, read_json_lines
 from diffusion.formats.data_set import ANSWERS
 from diffusion.preparation.config import ChatCaptionsConfig
 from diffusion.preparation.layout import local_copies
+from diffusion.preparation.records import clean_text
 from diffusion.reports.page import image_uri
 
 _JPEG_QUALITY = 90
-
-PLAIN_IMAGE = Image.new("RGB", (64, 64), "grey")
-"""A server that does not answer for it answers for no image."""
 
 _MAX_USELESS = 32
 """Images without a usable answer at the start of a worker after which it ends: more would cost money for nothing."""
@@ -92,6 +90,10 @@ ANSWER_TYPE = pa.struct(
 _NUMBERS = ("requests", "failures", "prompt_tokens", "completion_tokens", "dollars")
 
 
+class _UselessError(ConfigurationError):
+    """The first answers of a model cannot be used."""
+
+
 class ChatCaptioner:
     """Asks for the captions of several images at the same time."""
 
@@ -99,7 +101,7 @@ class ChatCaptioner:
         """Check that the server is there and has the model.
 
         Raises:
-            MachineError: it is not there.
+            UnavailableError: it is not there.
             ConfigurationError: it refuses the key, or has no such model.
         """
         self._config = chat
@@ -114,14 +116,19 @@ class ChatCaptioner:
         found = dict(self.stream(zip(range(len(images)), images, captions, strict=True)))
         return [found[i].texts for i in range(len(images))]
 
-    def stream(self, images: Iterable[tuple[int, Image.Image, list[str]]]) -> Iterator[tuple[int, Answer]]:
+    def stream(
+        self,
+        images: Iterable[tuple[int, Image.Image, list[str]]],
+        has_captions: Callable[[], bool] = lambda: False,
+    ) -> Iterator[tuple[int, Answer]]:
         """Yield the answers for numbered images with their captions, as they come.
 
-        After an error the answers under way are yielded first.
+        After an error the answers under way are yielded first. `has_captions` says if the model has captioned images of
+        this data set at other times or in other workers.
 
         Raises:
             ConfigurationError: the server rejects every request, or the first answers cannot be used.
-            MachineError: it does not answer any more.
+            UnavailableError: it does not answer any more.
         """
         source, limit = iter(images), self._config.server.concurrency
         pending: dict[Future[Answer], int] = {}
@@ -150,25 +157,29 @@ class ChatCaptioner:
                             self._chat.stop()
                             continue
                         useless.append((number, future.result()))
-                        error = error or self._judge(future.result())
+                        error = error or self._judge(future.result(), has_captions)
                         if self._num_useless is None:
                             yield from useless
                             useless.clear()
             finally:
                 if pending:  # The consumer has failed.
                     self._chat.stop()
+        if not isinstance(error, _UselessError):
+            yield from useless
         if error is not None:
             raise error
-        yield from useless
 
-    def _judge(self, answer: Answer) -> ConfigurationError | None:
+    def _judge(self, answer: Answer, has_captions: Callable[[], bool]) -> ConfigurationError | None:
         """Count the answers up to the first that can be used; return an error if they are too many."""
         if answer.outcome is Outcome.captioned:
             self._num_useless = None
         elif self._num_useless is not None:
             self._num_useless += 1
             if self._num_useless >= _MAX_USELESS:
-                return ConfigurationError(
+                if has_captions():
+                    self._num_useless = None
+                    return None
+                return _UselessError(
                     f"none of the first {self._num_useless} images got captions from {self._config.model}: the last "
                     f"answer was {answer.outcome.value} ({answer.detail}); correct model, prompt, max_tokens or options"
                 )
@@ -179,20 +190,22 @@ class ChatCaptioner:
         config, attempts = self._config, self._config.server.attempts
         requests = failures = prompt_tokens = completion_tokens = 0
         outcome, texts, detail = Outcome.failed, list[str](), ""
+        answers_others = False
         while requests < attempts and outcome not in (Outcome.captioned, Outcome.refused):
             try:
                 reply = self._ask(url, captions, requests)
             except UnansweredError as error:
                 failures += error.failures
                 outcome, detail = Outcome.failed, str(error)
-                if not self._answers_others(error):
-                    continue  # Until the client loses its patience.
-                break
+                was_there, answers_others = answers_others, self._answers_others(error)
+                if answers_others and (was_there or error.is_rejected):
+                    break
+                continue  # It may have come back meanwhile, or the client loses its patience.
             requests, failures = requests + 1, failures + reply.failures
             prompt_tokens += reply.prompt_tokens
             completion_tokens += reply.completion_tokens
             outcome, texts = read_reply(reply, self._keys)
-            detail = "" if texts else " ".join(reply.text.split())[:200]
+            detail = "" if texts else clean_text(" ".join(reply.text.split()))[:200]
         return Answer(
             texts=texts,
             outcome=outcome,
@@ -232,7 +245,7 @@ class ChatCaptioner:
     def _answers_others(self, error: UnansweredError) -> bool:
         """Ask about a plain image; a ConfigurationError if the server rejects that, too."""
         try:
-            self._ask(data_url(PLAIN_IMAGE, self._config.max_side), ["a plain image"], 0)
+            self._ask(data_url(Image.new("RGB", (64, 64), "grey"), self._config.max_side), ["a plain image"], 0)
         except UnansweredError as other:
             if error.is_rejected and other.is_rejected:
                 raise ConfigurationError(
@@ -259,11 +272,11 @@ def read_reply(reply: Reply, keys: Sequence[str]) -> tuple[Outcome, list[str]]:
         value = None
     texts = [value.get(key) for key in keys] if isinstance(value, dict) else []
     texts = [" ".join(text.split()) for text in texts if isinstance(text, str)]
-    if is_refusal(reply) or any(map(declines, texts)):
+    if is_refusal(reply) or (texts and all(map(declines, texts))):
         return Outcome.refused, []
     if any(map(is_repetitive, texts or [reply.text])):
         return Outcome.repetitive, []
-    if len(texts) < len(keys) or not all(texts) or len(set(texts)) < len(texts):
+    if len(texts) < len(keys) or not all(texts) or len(set(texts)) < len(texts) or any(map(declines, texts)):
         return Outcome.invalid, []
     return Outcome.captioned, texts
 
@@ -272,7 +285,7 @@ def is_repetitive(text: str) -> bool:
     """Return whether a text repeats a word, or most of its sequences of three words, as models do in a loop."""
     words = re.findall(r"\w+", text.lower())
     triples = list(zip(words, words[1:], words[2:], strict=False))
-    if any(len({*four}) == 1 for four in zip(words, words[1:], words[2:], words[3:], strict=False)):
+    if any(len({*words[i : i + 5]}) == 1 for i in range(len(words) - 4)):
         return True
     return len(triples) >= _MIN_TRIPLES and len({*triples}) < _MIN_DISTINCT * len(triples)
 
@@ -302,7 +315,7 @@ class Journal:
                 local_copies(self._uri, [name], Path(temporary)) / name for name in storage.list_files(self._uri)
             ]  # fmt: skip
             rows = [row for path in paths for row in read_json_lines(path) if row is not None]
-        return {row.pop("id"): Answer(**{**row, "outcome": Outcome(row["outcome"])}) for row in rows}
+        return dict(found for row in rows if (found := _read_row(row)) is not None)
 
     def add(self, identity: str, answer: Answer) -> None:
         """Keep an answer."""
@@ -327,6 +340,18 @@ class Journal:
             self._path.unlink(missing_ok=True)
         else:
             storage.delete(storage.join(self._uri, name) for name in storage.list_files(self._uri))
+
+
+def _read_row(row: Any) -> tuple[str, Answer] | None:
+    """Read a row of a journal; nothing from one of another form, so that the image is asked for again."""
+    try:
+        values = {**row}
+        identity, answer = str(values.pop("id")), Answer(**{**values, "outcome": Outcome(values["outcome"])})
+        pa.array([asdict(answer)], ANSWER_TYPE)
+        pa.array([answer.texts], pa.list_(pa.string()))
+    except (LookupError, TypeError, ValueError):
+        return None
+    return identity, answer
 
 
 def count_answer(answer: Answer) -> Counter[str]:

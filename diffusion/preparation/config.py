@@ -10,6 +10,7 @@ from omegaconf import MISSING
 
 from diffusion.chat import ServerConfig
 from diffusion.config.fields import MAX_SEED, bounded
+from diffusion.config.secrets import redact
 from diffusion.config.training import Plugin
 
 STAGES = ("scan", "score", "select", "write")
@@ -229,6 +230,8 @@ class CaptionerConfig(_ImagePlugin):
             yield f"{key}: give one of `path`, a captioner of this machine, and `chat`, a server."
         if self.chat is not None and not self.chat.words:
             yield f"{key}.chat.words is empty, but gives the length of each caption. Set it to [50]."
+        if self.chat is not None and redact(self.chat.options) != self.chat.options:
+            yield f"{key}.chat.options holds a secret, but is stored with the data. Use {key}.chat.server.key_variable."
 
 
 @dataclass(kw_only=True)

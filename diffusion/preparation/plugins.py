@@ -68,6 +68,7 @@ def determining(plugin: dict[str, Any]) -> dict[str, Any]:
     values = {name: value for name, value in plugin.items() if name != "num_gpus" and (name, value) != ("chat", None)}
     if "chat" in values:
         values["chat"] = {name: value for name, value in values["chat"].items() if name != "server"}
+        values.pop("batch_size", None)
     return values
 
 

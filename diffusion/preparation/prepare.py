@@ -24,7 +24,7 @@ from diffusion.formats.data_set import (
 from diffusion.preparation.config import STAGES, PrepareConfig
 from diffusion.preparation.engine import Workers
 from diffusion.preparation.explain import explain
-from diffusion.preparation.layout import part_name
+from diffusion.preparation.layout import CAPTIONS, part_name, part_numbers
 from diffusion.preparation.output import claim, clear_folders, clear_result
 from diffusion.preparation.plugins import check_plugins, determining, load_plugin
 from diffusion.preparation.records import NothingKeptError
@@ -91,7 +91,10 @@ def prepare(
         config = replace(config, convert_to_srgb=False)
         del settings["convert_to_srgb"]  # It stays data of an earlier version.
     shard_format(settings).check()
-    if finished is not None and (differences := changed_settings(finished.settings, settings)):
+    there = dict(finished.settings) if finished else {}
+    if there.get("captioner"):
+        there["captioner"] = determining(there["captioner"])  # An earlier version kept more.
+    if finished is not None and (differences := changed_settings(there, settings)):
         raise DataError(
             f"{storage.shown(out)} was prepared with other settings ({', '.join(differences)}); choose another folder, "
             "or replace it with --overwrite"
@@ -102,8 +105,9 @@ def prepare(
     with claim(out, PreparedManifest.KIND):
         if removed is not None and finished is None:
             reject_scanned(out, read_keys(removed))
-        is_new = not storage.exists(storage.join(out, SCAN))
-        if is_new and "score" in stages and config.captioner is not None and config.captioner.chat is not None:
+        is_chat = config.captioner is not None and config.captioner.chat is not None
+        if is_chat and "score" in stages and _lacks_captions(out):
+            assert config.captioner is not None
             load_plugin(config.captioner, "captioner")  # No server there: before hours of scanning.
         if "scan" in stages:
             scan = scan_sources(config, workers=workers, progress=progress, overwrite=overwrite, only=only)
@@ -138,6 +142,14 @@ def _settings(config: PrepareConfig) -> dict[str, Any]:
         settings["captioner"] = determining(settings["captioner"])
     settings["scorers"] = [determining(scorer) for scorer in settings["scorers"]]
     return settings
+
+
+def _lacks_captions(out: str) -> bool:
+    """Return whether a partition is not captioned yet, or nothing is scanned."""
+    if not storage.exists(storage.join(out, SCAN)):
+        return True
+    captioned = part_numbers(storage.join(out, SCORES, CAPTIONS))
+    return any(one.number not in captioned for one in Scan.read(out).partitions)
 
 
 def _is_report_due(out: str, manifest: PreparedManifest) -> bool:

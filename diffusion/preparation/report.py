@@ -50,9 +50,6 @@ logger = logging.getLogger(__name__)
 NUM_SHOWN = 12
 """Images of each bucket and of each reason on the page."""
 
-CAPTIONS_SHOWN = 6
-"""Images of each outcome of a server's captions."""
-
 NUM_BINS = 32
 MAX_VALUES, VALUES_SHOWN = 1000, 20
 """Different texts of a column that is counted, and rows of its table."""
@@ -269,17 +266,13 @@ def _read_answers(database: MetadataDatabase) -> tuple[dict[str, Any] | None, li
         for _, _, *values in counts:
             sums.update(dict(zip(names, values, strict=True)))
     first = parts[:_PARTS_PER_QUERY]
-    repeated = connection.execute(f"""SELECT caption, count(DISTINCT (part, row_number)) AS images FROM (
-            SELECT part, row_number, unnest(list_select(captions, list_transform(generated_captions, lambda i: i + 1)))
-            AS caption FROM {database.read(folder, first)} WHERE answers IS NOT NULL)
-        GROUP BY caption HAVING images > 1 ORDER BY images DESC, caption LIMIT {CAPTIONS_SHOWN}""").fetchall()
     columns = ", ".join(f"m.{name}" for name in ("part", "row_number", "key", "xxh128", *LOCATION))
     rows = (
         connection.sql(f"""SELECT {columns}, answers.outcome AS outcome, answers.detail AS detail,
             coalesce(list_select(c.captions, list_transform(generated_captions, lambda i: i + 1)), []) AS captions
         FROM {database.read(folder, first)} c JOIN {database.metadata(first)} m USING (part, row_number)
         WHERE answers IS NOT NULL AND m.reason <> {_REMOVED}
-        QUALIFY row_number() OVER (PARTITION BY answers.outcome ORDER BY key_hash) <= {CAPTIONS_SHOWN}
+        QUALIFY row_number() OVER (PARTITION BY answers.outcome ORDER BY key_hash) <= {NUM_SHOWN}
         ORDER BY answers.outcome, key_hash""")
         .to_arrow_table()
         .to_pylist()
@@ -288,7 +281,6 @@ def _read_answers(database: MetadataDatabase) -> tuple[dict[str, Any] | None, li
         "outcomes": dict(outcomes.most_common()),
         **{name: sums[name] for name in names},
         "dollars_per_1000_images": 1000 * sums["dollars"] / max(outcomes.total(), 1),
-        "repeated": dict(repeated),
         "examples": [{name: row[name] for name in ("key", "outcome", "captions", "detail")} for row in rows],
     }
     return report, rows
@@ -359,7 +351,6 @@ def _tables(report: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
             [("dollars per 1,000 images", f"{captions['dollars_per_1000_images']:.3f}")] if captions["dollars"] else []
         )
         tables["What they took"] = table(("", "number"), rows)
-        tables["Captions of several images"] = table(("caption", "images"), captions["repeated"].items())
     for name, texts in report["values"].items():
         rows = [(text, one["kept"], one["rejected"]) for text, one in texts.items()]
         more = f", the {VALUES_SHOWN} most frequent of {len(rows)}" if len(rows) > VALUES_SHOWN else ""

@@ -24,10 +24,19 @@ from diffusion import storage
 from diffusion.config.loading import to_dict
 from diffusion.datasets.images import BYTES_PER_PIXEL, UndecodableImageError, decode_reduced
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.formats.data_set import LISTINGS, MANIFEST, METADATA, REREAD, SCAN, SELECTION
+from diffusion.formats.data_set import ANSWERS, LISTINGS, MANIFEST, METADATA, REREAD, SCAN, SCORES, SELECTION
 from diffusion.preparation.config import LimitsConfig, PrepareConfig
 from diffusion.preparation.engine import Workers, death_error, limited_time, progress_bar, run
-from diffusion.preparation.layout import SCHEMA, local_copies, part_name, part_numbers, read_table, write_table
+from diffusion.preparation.layout import (
+    CAPTIONS,
+    SCHEMA,
+    local_copies,
+    part_name,
+    part_numbers,
+    read_scores_record,
+    read_table,
+    write_table,
+)
 from diffusion.preparation.measures import (
     REDUCED_SIDE,
     file_format,
@@ -160,6 +169,14 @@ def scan_sources(
             raise
         # Mistakes in the sources are found before anything is removed.
         listed = [source.partitions().checked() for source in sources]
+        captions = read_scores_record(config.out).get(CAPTIONS)
+        folders = [storage.join(config.out, name) for name in (f"{SCORES}/{CAPTIONS}", ANSWERS)]
+        if captions and captions.get("chat") and any(map(storage.list_files, folders)):
+            raise DataError(
+                f"{storage.shown(config.out)} has captions of {captions['chat']['model']}, which may have cost money, "
+                f"for other sources or settings of the scan; remove {' and '.join(map(storage.shown, folders))} to do "
+                "without them, or choose another folder"
+            ) from None
         clear(config.out)
         scan = _add_partitions(config, Scan(sources, [], settings), workers, listed)
     if not scan.partitions:

@@ -31,6 +31,7 @@ from diffusion.preparation.chat_captions import (
     Answer,
     ChatCaptioner,
     Journal,
+    Outcome,
     count_answer,
     describe_answers,
 )
@@ -187,8 +188,9 @@ def _describe(task: tuple[Source, Partition]) -> str:
 def _finished_parts(step: _Step) -> set[int]:
     """Numbers of the parts that are there; those of another identity are deleted."""
     record = read_scores_record(step.out)
-    if record.get(step.column) != step.identity:
-        _protect_answers(step.out, record.get(step.column), step.identity)
+    there = record.get(step.column)
+    if there is None or changed_settings(determining(there), {**dict.fromkeys(determining(there)), **step.identity}):
+        _protect_answers(step.out, there, step.identity)
         clear_folders(step.out, f"{SCORES}/{step.column}", *([ANSWERS] if step.column == CAPTIONS else []))
         storage.write_json(storage.join(step.out, SCORES_RECORD), {**record, step.column: step.identity})
     return part_numbers(step.folder)
@@ -308,12 +310,23 @@ class _Worker:
         yield from ((i, known[identities[i]]) for i in chosen if identities[i] in known)
         images = ((i, image, rows[i]["captions"] or []) for i, image in self._decoded(task, rows, missing))
         try:
-            for i, answer in self._plugin.stream(images):
+            for i, answer in self._plugin.stream(images, self._has_captions):
                 journal.add(identities[i], answer)
                 self._answers.update(count_answer(answer))
                 yield i, answer
         finally:
             journal.flush()
+
+    def _has_captions(self) -> bool:
+        """Look for captions of the server in the finished parts, and in the journals of the others."""
+        for number in sorted(part_numbers(self._step.folder)):
+            column = read_table(storage.join(self._step.folder, part_name(number)), [GENERATED_CAPTIONS])[0]
+            if column.null_count < len(column):
+                return True
+        names = storage.list_files(storage.join(self._step.out, ANSWERS))
+        numbers = sorted({int(name.partition("/")[0].removesuffix(".jsonl")) for name in names})
+        journals = (self._journal(number).read() for number in numbers)
+        return any(answer.outcome is Outcome.captioned for found in journals for answer in found.values())
 
     def _results(
         self, task: tuple[Source, Partition], rows: list[dict[str, Any]], chosen: Sequence[int]

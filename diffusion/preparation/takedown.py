@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from diffusion import storage
 from diffusion.errors import DataError, UserError
 from diffusion.formats.data_set import (
+    ANSWERS,
     ENCODED,
     LISTINGS,
     MANIFEST,
@@ -370,6 +371,7 @@ def _erase_listings(dataset: str) -> None:
         kept = [item for item in items if removal_hash(key_of_item(names[number], item)) not in removed]
         if len(kept) < len(items):
             write_table(uri, pa.table({"item": pa.array(kept, pa.string())}))
+    clear_folders(dataset, ANSWERS)  # Of partitions that are not captioned yet.
 
 
 def _change_rows(uri: str, rows: Iterable[int], change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:

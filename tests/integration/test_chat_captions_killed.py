@@ -6,8 +6,9 @@ from collections import Counter
 
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
-from diffusion.preparation.chat_captions import PLAIN_IMAGE, data_url
+from diffusion.preparation.chat_captions import data_url
 from tests.tools.chat_server import FAULTS, MODEL, chat_server, faulty
 from tests.tools.image_files import write_folder
 
@@ -19,7 +20,7 @@ NUM, WORKERS, CONCURRENCY = 500, 1, 16
 def test_no_image_is_lost_or_asked_for_twice(server, tmp_path):
     write_folder(tmp_path / "images", NUM, side=40)
     out, met = tmp_path / "out", Counter[str]()
-    plain = hashlib.sha1(data_url(PLAIN_IMAGE, 768).encode()).hexdigest()
+    plain = hashlib.sha1(data_url(Image.new("RGB", (64, 64), "grey"), 768).encode()).hexdigest()
 
     def behave(image: str, number: int) -> str:
         if image == plain:

@@ -11,10 +11,11 @@ from PIL import Image
 
 from diffusion import storage
 from diffusion.chat import Reply
+from diffusion.config.fields import section_problems
 from diffusion.config.loading import from_dict
-from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.errors import ConfigurationError, DataError, UnavailableError
 from diffusion.preparation.chat_captions import Answer, ChatCaptioner, Journal, Outcome, read_reply
-from diffusion.preparation.config import ChatCaptionsConfig, PrepareConfig
+from diffusion.preparation.config import CaptionerConfig, ChatCaptionsConfig, PrepareConfig
 from diffusion.preparation.engine import Workers
 from diffusion.preparation.layout import part_name
 from diffusion.preparation.score import score
@@ -67,7 +68,8 @@ def test_captions_of_each_length_in_one_request():
         (["cut", "prose", "loop"], "repetitive", 3, 0),
         (["loop", "cut", "cut"], "invalid", 3, 0),
         (["500", "refuse"], "refused", 1, 1),
-        (["500"] * 9, "failed", 0, 3),
+        (["500"] * 9, "failed", 0, 6),
+        (["500"] * 3, "captioned", 1, 3),
         (["400"] * 9, "failed", 0, 1),
     ],
     ids=str,
@@ -98,7 +100,7 @@ def test_nobody_asks_before_the_time_that_the_server_names():
 @pytest.mark.parametrize(
     ("server", "values", "kind", "message"),
     [
-        ({"url": "http://127.0.0.1:1/v1"}, {}, MachineError, "no chat server answers at http://127.0.0.1:1/v1"),
+        ({"url": "http://127.0.0.1:1/v1"}, {}, UnavailableError, "no chat server answers at http://127.0.0.1:1/v1"),
         (
             {"key_variable": "MY_API_KEY"},
             {"model": "toy/describe"},
@@ -111,7 +113,7 @@ def test_nobody_asks_before_the_time_that_the_server_names():
     ],
 )
 def test_mistakes_end_at_once_without_the_key_in_the_message(monkeypatch, server, values, kind, message):
-    monkeypatch.setenv("MY_API_KEY", KEY)
+    monkeypatch.setenv("MY_API_KEY", f"{KEY}\n")
     monkeypatch.setenv("WRONG_API_KEY", "a-secret-that-is-wrong")
     monkeypatch.delenv("NO_API_KEY", raising=False)
     start = time.monotonic()
@@ -129,8 +131,8 @@ def test_mistakes_end_at_once_without_the_key_in_the_message(monkeypatch, server
         ("404", ConfigurationError, "404 some message"),
         ("400", ConfigurationError, "rejects every image: 400 some message"),
         ("403", ConfigurationError, "refuses requests without a key"),
-        ("500", MachineError, "has answered nothing for"),
-        ("429", MachineError, "has answered nothing for"),
+        ("500", UnavailableError, "has answered nothing for"),
+        ("429", UnavailableError, "has answered nothing for"),
         ("prose", ConfigurationError, "none of the first 32 images .* invalid .A fine image"),
     ],
 )
@@ -139,6 +141,62 @@ def test_a_server_that_answers_no_image_ends_the_command(behaviour, kind, messag
         asks = captioner(server.url, {"patience_seconds": 0.8})
         with pytest.raises(kind, match=message):
             ask(asks, 40)
+
+
+def test_useless_answers_at_the_start_count_only_before_any_captions():
+    with chat_server(lambda image, number: "refuse") as server:
+        images = [(i, Image.new("RGB", (50, 50), (i * 6, 0, 0)), []) for i in range(40)]
+        found = captioner(server.url).stream(images, lambda: True)
+        assert [answer.outcome for _, answer in found] == [Outcome.refused] * 40
+
+
+def test_answers_before_the_first_captions_survive_the_death_of_the_server():
+    is_first = True
+
+    def images():
+        yield 0, Image.new("RGB", (50, 50)), []
+        yield from ((i, Image.new("RGB", (50, 50), (i, 0, 0)), []) for i in range(1, 3))
+
+    with chat_server(lambda image, number: "refuse") as server:
+        answers, found = captioner(server.url, {"concurrency": 1, "patience_seconds": 0.6}).stream(images()), []
+
+        def behave(image: str, number: int) -> str:
+            nonlocal is_first
+            was_first, is_first = is_first, False
+            return "refuse" if was_first else "500"
+
+        server.behaviour = behave
+        with pytest.raises(UnavailableError):
+            found.extend(answer for _, answer in answers)
+    assert [answer.outcome for answer in found] == [Outcome.refused]
+
+
+@pytest.mark.parametrize("key", ["a-secret\nof two lines", "a-secret-ü"])
+def test_a_key_with_other_characters_is_not_shown(monkeypatch, key):
+    monkeypatch.setenv("MY_API_KEY", key)
+    with pytest.raises(ConfigurationError, match="MY_API_KEY holds characters") as raised:
+        captioner("http://127.0.0.1:1/v1", {"key_variable": "MY_API_KEY"})
+    assert "a-secret" not in str(raised.value)
+
+
+def test_mistaken_places_of_a_key_are_not_shown():
+    server = {"url": "http://127.0.0.1:1/v1", "key_variable": "a-secret"}
+    section = from_dict(
+        CaptionerConfig, {"chat": {"model": "x", "server": server, "options": {"api_key": "y"}}}, "test"
+    )
+    problems = list(section_problems(section, "captioner"))
+    assert len(problems) == 2 and "a-secret" not in str(problems)
+
+
+def test_journal_rows_of_another_form_are_no_answers(tmp_path):
+    numbers = {"requests": 1, "failures": 0, "prompt_tokens": 1, "completion_tokens": 1, "dollars": None}
+    journal = Journal(str(tmp_path), 0, 1)
+    journal.add("a", Answer(texts=["x"], outcome=Outcome.captioned, **numbers))
+    with (tmp_path / "answers/000000.jsonl").open("a") as file:
+        for row in ([1], "b", 5, {"id": "b"}, {"id": "b", "outcome": "captioned", "texts": 5, **numbers},
+                    {"id": "b", "outcome": "captioned", "texts": [], **numbers, "requests": "many"}):  # fmt: skip
+            file.write(json.dumps(row) + "\n")
+    assert {*journal.read()} == {"a"}
 
 
 def test_a_server_that_is_gone_for_a_while_loses_no_image():
@@ -161,10 +219,16 @@ def test_a_server_that_is_gone_for_a_while_loses_no_image():
         ('["A dog."]', "invalid"),
         ("{" * 100_000, "invalid"),
         ("", "invalid"),
-        ('{"caption_1": "A dog.", "caption_2": "I cannot identify people in images."}', "refused"),
+        ('{"caption_1": "A dog.", "caption_2": "I cannot identify people in images."}', "invalid"),
         ("I'm unable to help with that.", "refused"),
         ('{"caption_1": "I. A. Sorry, a painter, in a hat.", "caption_2": "A painter who is sorry."}', "captioned"),
-        ('{"caption_1": "A dog.", "caption_2": "A dog dog dog dog."}', "repetitive"),
+        ('{"caption_1": "A dog.", "caption_2": "A dog dog dog dog dog."}', "repetitive"),
+        ('{"caption_1": "A sign: 1,000,000,000,000.", "caption_2": "A sign: HA HA HA HA."}', "captioned"),
+        ('{"caption_1": "\\"Sorry, We Are Closed\\" sign.", "caption_2": "Afraid child behind a tree."}', "captioned"),
+        (
+            '{"caption_1": "I can\u2019t help with that.", "caption_2": "I\u2019m sorry, but I can\u2019t see it."}',
+            "refused",
+        ),
     ],
 )
 def test_answers_are_judged(text, outcome):

@@ -71,7 +71,6 @@ def test_captions_of_a_server_are_counted_and_shown(tmp_path):
     assert found["outcomes"] == {"captioned": 2, "refused": 1}
     assert (found["requests"], found["prompt_tokens"]) == (6, 30)
     assert found["dollars_per_1000_images"] == pytest.approx(10)
-    assert found["repeated"] == {"same": 2}
     shown = {(one["outcome"], *one["captions"], one["detail"]) for one in found["examples"]}
     assert shown == {("captioned", "a", "same", ""), ("captioned", "same", ""), ("refused", "I'm sorry")}
     page = (tmp_path / "out" / "report.html").read_text()
