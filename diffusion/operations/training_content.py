@@ -120,7 +120,8 @@ def _sources(content: Content, entries: Sequence[SourceEntry]) -> str:
     rows = []
     for name in sorted(used.keys() | {entry.name for entry in entries}):
         own = [entry for entry in entries if entry.name == name]
-        texts = [name, *(", ".join(sorted({redact(getattr(entry, part)) for entry in own})) for part in ("kind", "path"))]
+        places = [", ".join(sorted({redact(getattr(entry, part)) for entry in own})) for part in ("kind", "path")]
+        texts = [name, *places]
         numbers = (sum(one.seen for one in own), sum(one.kept for one in own), used[name], draws[name])
         rows.append([*map(_one_line, texts), *map("{:,}".format, numbers)])
     return markdown_table(("source", "kind", "location", "found", "prepared", "used", "draws"), rows)

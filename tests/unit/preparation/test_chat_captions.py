@@ -180,12 +180,12 @@ def test_a_key_with_other_characters_is_not_shown(monkeypatch, key):
 
 
 def test_mistaken_places_of_a_key_are_not_shown():
-    server = {"url": "http://127.0.0.1:1/v1", "key_variable": "a-secret"}
+    server = {"url": "http://127.0.0.1:1/v1", "key_variable": "pasted-0123"}
     section = from_dict(
         CaptionerConfig, {"chat": {"model": "x", "server": server, "options": {"api_key": "y"}}}, "test"
     )
     problems = list(section_problems(section, "captioner"))
-    assert len(problems) == 2 and "a-secret" not in str(problems)
+    assert len(problems) == 2 and "pasted" not in str(problems)
 
 
 def test_journal_rows_of_another_form_are_no_answers(tmp_path):
