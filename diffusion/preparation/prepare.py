@@ -91,10 +91,7 @@ def prepare(
         config = replace(config, convert_to_srgb=False)
         del settings["convert_to_srgb"]  # It stays data of an earlier version.
     shard_format(settings).check()
-    there = dict(finished.settings) if finished else {}
-    if there.get("captioner"):
-        there["captioner"] = determining(there["captioner"])  # An earlier version kept more.
-    if finished is not None and (differences := changed_settings(there, settings)):
+    if finished is not None and (differences := changed_settings(finished.settings, settings)):
         raise DataError(
             f"{storage.shown(out)} was prepared with other settings ({', '.join(differences)}); choose another folder, "
             "or replace it with --overwrite"

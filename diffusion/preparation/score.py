@@ -189,7 +189,7 @@ def _finished_parts(step: _Step) -> set[int]:
     """Numbers of the parts that are there; those of another identity are deleted."""
     record = read_scores_record(step.out)
     there = record.get(step.column)
-    if there is None or changed_settings(determining(there), {**dict.fromkeys(determining(there)), **step.identity}):
+    if there != step.identity:
         _protect_answers(step.out, there, step.identity)
         clear_folders(step.out, f"{SCORES}/{step.column}", *([ANSWERS] if step.column == CAPTIONS else []))
         storage.write_json(storage.join(step.out, SCORES_RECORD), {**record, step.column: step.identity})
