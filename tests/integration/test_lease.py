@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from boto3.session import Session
+from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
 
 from diffusion import storage
@@ -101,6 +102,13 @@ def test_a_second_start_with_the_same_checkpoints_and_another_run_folder_is_refu
 @pytest.fixture
 def moto_bucket(monkeypatch) -> Iterator[str]:
     """Bucket of a server that knows conditional requests, as s3rver does not."""
+    put, one_at_a_time = S3Response.put_object, threading.Lock()
+
+    def put_object(response: S3Response):  # Moto compares and writes in two steps, in a thread for each request.
+        with one_at_a_time:
+            return put(response)
+
+    monkeypatch.setattr(S3Response, "put_object", put_object)
     server = ThreadedMotoServer(port=0)
     server.start()
     host, port = server.get_host_and_port()
