@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 INSTRUCTIONS = (
     "You write prompts for a text-to-image model. Rewrite the user's prompt as one paragraph of about 80 words that "
-    "describes the picture: each object that the prompt names, with its number, colour and position as they are there, "
+    "describes the image: each object that the prompt names, with its number, colour and position as they are there, "
     "then background, style and light. Add no further objects. Answer with the paragraph alone."
 )
 

@@ -53,7 +53,7 @@ ANSWERS = "answers"
 """Folder with the answers of a server for partitions that are not captioned yet, and column beside the captions."""
 
 SCORES_RECORD = "scores.json"
-"""What determines each column below `scores`. Columns of other tools are not in it."""
+"""Settings that determine each column below `scores`. Columns of other tools are not in it."""
 
 REREAD = "reread"
 """Folder of metadata while files that look changed are compared with what is known of them."""
@@ -70,7 +70,7 @@ IDENTITIES = f"{POSITIONS}/_identities.json"
 REPORT_PAGE, REPORT_NUMBERS = "report.html", "report.json"
 
 DEAD_LETTERS = "dead_letters.jsonl"
-"""What an ingestion could not add, an object per line."""
+"""Images that an ingestion could not add, an object per line."""
 
 # By encode
 

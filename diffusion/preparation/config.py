@@ -194,7 +194,7 @@ class ChatCaptionsConfig:
     """Longer side in pixels to which images are reduced before they are sent, as JPEG."""
 
     temperature: float | None = bounded(0.2, min=0)
-    """Of the first answer; it is 0.7 at least where an answer could not be used. Null: not sent."""
+    """Temperature of the first answer, and at least 0.7 after an unusable one. Null: not sent."""
 
     max_tokens: int | None = bounded(1024, min=1)
     """Longest answer, in tokens; null: not sent."""
