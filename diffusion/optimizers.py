@@ -135,24 +135,31 @@ def newton_schulz(matrices: Tensor) -> Tensor:
     Singular values below about 0.002 of the Frobenius norm stay smaller. In fp32 the iterations run on the small Gram
     matrix, which is faster; in 16 bits this would lose the small singular values.
     """
-    a, b, c = COEFFICIENTS
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if is_tall else matrices
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     if x.dtype == torch.float32:
         squares = x @ x.mT
-        product = torch.eye(x.shape[1], device=x.device)
-        for _ in range(NUM_ITERATIONS):
-            factor = torch.baddbmm(squares, squares, squares, beta=b, alpha=c)
-            factor.diagonal(dim1=1, dim2=2).add_(a)
-            product = factor @ product
+        factor = product = _factor(squares)
+        for _ in range(NUM_ITERATIONS - 1):
             squares = factor @ squares @ factor
+            factor = _factor(squares)
+            product = factor @ product
         x = product @ x
     else:
+        a, b, c = COEFFICIENTS
         for _ in range(NUM_ITERATIONS):
             squares = x @ x.mT
             x = torch.baddbmm(x, torch.baddbmm(squares, squares, squares, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x
+
+
+def _factor(squares: Tensor) -> Tensor:
+    """Factor of an iteration, a I + b S + c S^2, from the Gram matrices S [K, R, R]."""
+    a, b, c = COEFFICIENTS
+    factor = torch.baddbmm(squares, squares, squares, beta=b, alpha=c)
+    factor.diagonal(dim1=1, dim2=2).add_(a)
+    return factor
 
 
 def newton_schulz_flops(shape: tuple[int, int]) -> int:
