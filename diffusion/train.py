@@ -60,7 +60,7 @@ from diffusion.datasets.dataset import TrainingDataset
 from diffusion.datasets.loader import stop_workers, train_loader, validation_dataset, validation_loader
 from diffusion.datasets.streams import Files
 from diffusion.distributed import agree, broadcast, on_first_rank
-from diffusion.errors import ConfigurationError, MachineError, PreemptedError, error_context
+from diffusion.errors import ConfigurationError, PreemptedError, error_context, explained_writes
 from diffusion.files import write_atomically
 from diffusion.formats.run_folder import CONFIG
 from diffusion.loading import check_objective, read_initial
@@ -216,12 +216,10 @@ def record_config(folder: Path, config: Config, *, overwrite: bool = True) -> No
     """
     if dist.get_global_rank() != 0:
         return
-    try:
+    with explained_writes(f"output_folder={folder}", "Choose another one"):
         folder.mkdir(parents=True, exist_ok=True)
         if overwrite or not (folder / CONFIG).exists():
             write_atomically(folder / CONFIG, to_public_yaml(config))
-    except OSError as error:
-        raise MachineError(f"output_folder={folder} cannot be written: {error.strerror}. Choose another one") from error
 
 
 # Resume or initialise

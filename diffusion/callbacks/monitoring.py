@@ -23,7 +23,7 @@ from torch._dynamo.callback import callback_handler
 from diffusion.config.operations import OperationsConfig
 from diffusion.datasets.cache import TierCounts, TierMeter
 from diffusion.distributed import USER_ERROR_EXIT_CODE, broadcast, rank
-from diffusion.errors import MachineError, UserError
+from diffusion.errors import MachineError, UserError, explained_writes
 from diffusion.formats.run_folder import BUDGET
 from diffusion.launch import exit_code
 from diffusion.operations import timeouts
@@ -107,14 +107,10 @@ class Heartbeat(Callback):
         Raises:
             MachineError: they cannot be written.
         """
-        try:
+        remedy = "Choose another operations.heartbeat_folder, or null for the run folder"
+        with explained_writes(f"the folder of heartbeats {self.folder}", remedy):
             self._file = HeartbeatFile(self.folder, rank())
             self._stacks = stacks_file(self.folder, rank()).open("w")
-        except OSError as error:
-            raise MachineError(
-                f"heartbeats cannot be written to {self.folder}: {error.strerror}. Choose another "
-                "operations.heartbeat_folder, or null for the run folder"
-            ) from error
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
         callback_handler.register_start_callback(self._start_compilation)
         callback_handler.register_end_callback(self._end_compilation)

@@ -22,7 +22,7 @@ from diffusion.checkpointing.layout import list_checkpoints, remove_checkpoint, 
 from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.checkpointing.save import HostCopy, write_file, write_sharded
 from diffusion.distributed import LONG_TIMEOUT, agree
-from diffusion.errors import MachineError, UserError
+from diffusion.errors import MachineError, UserError, explained_writes
 from diffusion.formats.run_folder import STALL
 from diffusion.trainer import LateLogger
 
@@ -238,12 +238,10 @@ class SaveCheckpoints(CheckpointSaver):
 
 def _make_room(path: Path) -> None:
     """Remove a checkpoint of the same name: its index would be beside new shards until these are complete."""
-    try:
+    with explained_writes(f"checkpoint {path}"):
         if path.exists():
             remove_checkpoint(path)
         (path if path.suffix == "" else path.parent).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MachineError(f"checkpoint {path} cannot be written: {error.strerror}") from error
 
 
 def _log_failure(written: concurrent.futures.Future[None]) -> None:

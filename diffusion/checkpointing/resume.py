@@ -31,7 +31,7 @@ from diffusion.config.resumption import Effect, effect_of
 from diffusion.config.schema import Config
 from diffusion.config.secrets import redact
 from diffusion.distributed import agree, local_rank, on_first_rank, rank
-from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.errors import ConfigurationError, DataError, MachineError, explained_writes
 from diffusion.files import write_json
 from diffusion.formats.run_folder import (
     CHECKPOINTS,
@@ -386,9 +386,6 @@ def mark_finished(run: Path, step: int) -> None:
     Raises:
         MachineError: the run folder cannot be written.
     """
-    if rank() != 0:
-        return
-    try:
-        write_json(run / FINISHED, {"step": step})
-    except OSError as error:
-        raise MachineError(f"{run / FINISHED} cannot be written: {error.strerror}") from error
+    if rank() == 0:
+        with explained_writes(run / FINISHED):
+            write_json(run / FINISHED, {"step": step})

@@ -22,14 +22,13 @@ from diffusion.distributed import (
     on_first_rank,
     start_process_group,
 )
-from diffusion.errors import ConfigurationError, MachineError, error_context
+from diffusion.errors import ConfigurationError, MachineError, error_context, explained_writes
 from diffusion.evaluation import dpg, geneval2
 from diffusion.evaluation.config import EvaluationConfig, ProtocolConfig
 from diffusion.evaluation.generate import (
     EvaluatedModel,
     GenerationTask,
     Generator,
-    explained_writes,
     find_models,
     generate_images,
     load_generator,

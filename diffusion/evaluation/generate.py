@@ -6,8 +6,7 @@ to the bit on one kind of machine. Another batch size changes rounding errors. A
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from diffusion.config.frozen import FrozenPaths
 from diffusion.config.model import Sampler
 from diffusion.distributed import barrier, is_first_rank, on_first_rank, rank, world_size
 from diffusion.ema.posthoc import AVERAGE_SUFFIX
-from diffusion.errors import ConfigurationError, DataError, MachineError, UserError, first_line
+from diffusion.errors import ConfigurationError, DataError, UserError, explained_writes, first_line
 from diffusion.evaluation.config import SamplingConfig
 from diffusion.evaluation.prompts import Prompt, write_listing
 from diffusion.evaluation.protocol import content_hash, difference
@@ -382,15 +381,6 @@ def _open_folder(folder: Path, record: dict[str, Any]) -> None:
     with explained_writes(folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / GENERATION, record)
-
-
-@contextmanager
-def explained_writes(path: Path) -> Iterator[None]:
-    """Report an error in writing a file or folder as a MachineError."""
-    try:
-        yield
-    except OSError as error:
-        raise MachineError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def _write_listing(folder: Path, task: GenerationTask, files: Sequence[Path]) -> None:

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from diffusion import storage
 from diffusion.distributed import USER_ERROR_EXIT_CODE, agree, broadcast, rank
-from diffusion.errors import MachineError, UserError
+from diffusion.errors import MachineError, UserError, explained_writes
 from diffusion.files import unique_partial
 from diffusion.formats.run_folder import LEASE
 from diffusion.operations import timeouts
@@ -354,7 +354,7 @@ def await_lease(applicant: Applicant, activity: str, remedy: str) -> Lease:
         MachineError: its holder is alive, or it cannot be written.
     """
     is_waiting = False
-    try:
+    with explained_writes(f"the lease {applicant.record}"):
         while (lease := applicant.acquire()) is None:
             if (holder := applicant.holder) is not None:
                 if applicant.is_held:
@@ -366,8 +366,6 @@ def await_lease(applicant: Applicant, activity: str, remedy: str) -> Lease:
                     message = "process %d on %s holds %s: waiting up to %.0f s for its next renewal"
                     log.warning(message, holder.pid, holder.host, applicant.record, timeouts.LEASE)
             time.sleep(0.5)
-    except OSError as error:
-        raise MachineError(f"the lease {applicant.record} cannot be written: {error.strerror}") from error
     return lease
 
 

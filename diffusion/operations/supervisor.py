@@ -20,7 +20,7 @@ import psutil
 
 from diffusion.config.operations import SupervisionConfig
 from diffusion.distributed import PREEMPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
-from diffusion.errors import ConfigurationError, MachineError
+from diffusion.errors import ConfigurationError, MachineError, explained_writes
 from diffusion.files import open_lock
 from diffusion.formats.run_folder import SUPERVISED, read_request
 from diffusion.operations import processes, timeouts
@@ -303,15 +303,12 @@ class Supervisor:
             f"a job of {run} is running already, supervised or not. End it (SIGTERM to a rank saves it), or wait for "
             "its end"
         )
-        try:
+        with explained_writes(f"the run folder {run}", "Free space, or choose another output_folder"):
             run.mkdir(parents=True, exist_ok=True)
-            lock = open_lock(run / SUPERVISED, timeout=timeouts.SUPERVISOR_LOCK)
-        except TimeoutError as error:
-            raise running from error
-        except OSError as error:
-            raise MachineError(
-                f"the run folder {run} cannot be written: {error.strerror}. Free space, or choose another output_folder"
-            ) from error
+            try:
+                lock = open_lock(run / SUPERVISED, timeout=timeouts.SUPERVISOR_LOCK)
+            except TimeoutError as error:
+                raise running from error
         if self._ranks():
             os.close(lock)
             raise running
