@@ -126,7 +126,7 @@ def train_loader(
         cache_limit=None if config.cache_limit is None else parse_size(config.cache_limit, "data.cache_limit"),
     )
     collate_fn = collate
-    if config.mixing is Mixing.groups and len(set(sizes)) > 1:
+    if config.mixing is Mixing.groups and len(config.known_sizes) > 1:
         assert config.group_size is not None
         collate_fn = CollateGroups(config.group_size)
     steps = TrainingSteps(dataset, rank=rank, num_ranks=num_ranks)

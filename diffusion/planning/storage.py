@@ -91,8 +91,7 @@ def plan_tiers(config: Config, *, num_ranks: int, num_images: int, num_samples: 
 
 
 def _has_remote(data: DataConfig) -> bool:
-    streams = data.streams if isinstance(data.streams, list) else []  # Missing beside a plug-in.
-    return data.remote is not None or any(stream.remote is not None for stream in streams)
+    return data.remote is not None or any(stream.remote is not None for stream in data.known_streams)
 
 
 def stored_bytes(config: Config, size: ImageSize) -> int | None:
