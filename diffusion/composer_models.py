@@ -42,6 +42,14 @@ class LatentDiffusionTraining(LatentDiffusion, ComposerModel):
 
     validation_streams: Sequence[str] = ()
     validation_bins: Sequence[range] = ()
+    errors: Tensor
+    """Errors of the samples in the last loss, float32 [B]."""
+
+    def sample_errors(self, outputs: Prediction) -> Tensor:
+        """Compute the errors of the samples, and keep them for callbacks, which need not compute them again."""
+        errors = super().sample_errors(outputs)
+        self.errors = errors.detach()
+        return errors
 
     def set_validation_data(self, streams: Sequence[str], samples: Tensor) -> None:
         """Configure the metrics by stream and by timestep, without ranges that no sample of [N] draws."""
