@@ -25,12 +25,27 @@ from diffusion.planning.plan import (
     size_text,
     training_flops,
 )
-from diffusion.planning.published import (
-    A100_RATES,
-    HARDWARE_FAILURES,
-    PRICE_PER_A100_HOUR,
-    TRAINING_A100_HOURS,
-)
+
+# Published figures, of MosaicML's write-up and its benchmark tables (docs/planning.md). Rates are of the U-Net alone:
+# latents computed beforehand, fp16, global batch 2,048, at most 16 images per GPU at a time.
+
+A100_RATES = {
+    8: {256: 1_100, 512: 290},
+    16: {256: 2_180, 512: 585},
+    32: {256: 4_080, 512: 1_195},
+    64: {256: 8_530, 512: 2_340},
+    128: {256: 11_600, 512: 4_590},
+}
+"""Images per second by number of A100 and resolution."""
+
+PRICE_PER_A100_HOUR = 2.0
+"""In dollars."""
+
+TRAINING_A100_HOURS, LATENTS_A100_HOURS = 20_051, 3_784
+"""GPU hours of the published run: training, and latents computed beforehand."""
+
+HARDWARE_FAILURES = 2
+"""Failures in the published run's training: few to estimate a rate from."""
 
 NAMES = {"fleet", "run", "nodes"}
 """Columns that say what a row is about."""
@@ -110,50 +125,27 @@ class FleetRun:
 class Budget:
     """Time and cost of several runs, one after the other. None: unknown."""
 
-    runs: list[FleetRun]
+    name: str
+    """Name of the fleet, or of the fleet of each run."""
 
-    @property
-    def name(self) -> str:
-        """Name of the fleet, or of the fleet of each run."""
-        names = [run.fleet.name for run in self.runs]
-        if len(set(names)) == 1:
-            return names[0]
-        return ", ".join(f"{run.plan.run_name} on {name}" for run, name in zip(self.runs, names, strict=True))
+    days: float
+    """Without failures."""
+
+    gpu_hours: float
+    gpu_cost: float | None
+    """In dollars, as the costs below."""
+
+    storage_cost: float | None
+    egress_cost: float | None
+    cost: float | None
+    """Sum of known costs; None without prices of all GPUs."""
+
+    runs: list[FleetRun]
 
     @property
     def plans(self) -> list[Plan]:
         """Plans of the runs."""
         return [run.plan for run in self.runs]
-
-    @property
-    def days(self) -> float:
-        """Without failures."""
-        return sum(plan.days or 0.0 for plan in self.plans)
-
-    @property
-    def gpu_hours(self) -> float:
-        """GPU hours of all runs."""
-        return sum(plan.gpu_hours or 0.0 for plan in self.plans)
-
-    @property
-    def gpu_cost(self) -> float | None:
-        """In dollars."""
-        return sum_known(plan.cost for plan in self.plans)
-
-    @property
-    def storage_cost(self) -> float | None:
-        """In dollars."""
-        return sum_known(run.storage_cost for run in self.runs)
-
-    @property
-    def egress_cost(self) -> float | None:
-        """In dollars."""
-        return sum_known(run.egress_cost for run in self.runs)
-
-    @property
-    def cost(self) -> float | None:
-        """Sum of known costs; None without prices of all GPUs."""
-        return sum_known(run.cost for run in self.runs)
 
 
 def plan_on(
@@ -199,7 +191,20 @@ def plan_on(
 
 def make_budget(configs: Sequence[Config], fleets: Sequence[Fleet], **options: Any) -> Budget:
     """Compute time and cost of runs, each on its fleet; options as for `plan_on`."""
-    return Budget(runs=[plan_on(*pair, **options) for pair in zip(configs, fleets, strict=True)])
+    runs = [plan_on(*pair, **options) for pair in zip(configs, fleets, strict=True)]
+    names = [fleet.name for fleet in fleets]
+    if len(set(names)) > 1:
+        names = [", ".join(f"{run.plan.run_name} on {name}" for run, name in zip(runs, names, strict=True))]
+    return Budget(
+        name=names[0],
+        days=sum(run.plan.days or 0.0 for run in runs),
+        gpu_hours=sum(run.plan.gpu_hours or 0.0 for run in runs),
+        gpu_cost=sum_known(run.plan.cost for run in runs),
+        storage_cost=sum_known(run.storage_cost for run in runs),
+        egress_cost=sum_known(run.egress_cost for run in runs),
+        cost=sum_known(run.cost for run in runs),
+        runs=runs,
+    )
 
 
 def fleet_called(name: str, fleets: Sequence[Fleet]) -> Fleet:
