@@ -73,13 +73,8 @@ class AutoencoderTraining(ComposerModel):
     """Trains an AutoencoderKL (Kingma and Welling 2014; Rombach et al. 2022, section 3.1).
 
     The weight of the discriminator is fixed, not adapted to the norms of gradients (Esser et al. 2021, equation 7):
-    gradients of a microbatch would make the run depend on its size.
-
-    Args:
-        vae: the trained VAE.
-        config: weights of the terms of the loss.
-        seed: seed of the draws from the posterior.
-        adversarial_start: first step with the discriminator, if there is one.
+    gradients of a microbatch would make the run depend on its size. Training with it begins at step
+    `adversarial_start`. The seed is that of the draws from the posterior.
 
     Raises:
         ConfigurationError: the weights of the perceptual loss are missing.

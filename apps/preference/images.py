@@ -124,13 +124,7 @@ def served_image(path: Path) -> bytes:
 
 
 def check_image(kind: int, beside: Path, seed: int) -> bytes:
-    """Make the meaningless image of an attention check as a PNG.
-
-    Args:
-        kind: NOISE or BLANK.
-        beside: image of a model, which has the size.
-        seed: seed of the noise.
-    """
+    """Make the image of an attention check, NOISE or BLANK, as a PNG of the size of a model's image."""
     width, height = read_image(beside).size
     if kind == BLANK:
         return _png(Image.new("RGB", (width, height), (_GREY, _GREY, _GREY)))

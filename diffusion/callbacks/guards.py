@@ -136,13 +136,8 @@ class LossGuard(Callback):
 class BadImageGuard(Callback):
     """List the images that could not be decoded in `bad_images.jsonl`; too many of them end the run on all ranks.
 
-    Each rank collects its own on the host; at an interval the ranks exchange them. An image counts once, also over
-    epochs and starts: the file in the run folder, which rank 0 writes, holds those of earlier ones.
-
-    Args:
-        folder: the run folder.
-        interval: steps between two exchanges.
-        dataset: the training data of this rank.
+    Each rank collects its own on the host; at an interval in steps the ranks exchange them. An image counts once, also
+    over epochs and starts: the file in the run folder, which rank 0 writes, holds those of earlier ones.
     """
 
     def __init__(self, folder: Path, interval: int, dataset: TextImageDataset) -> None:

@@ -196,12 +196,7 @@ class CostMeter(Callback):
     """Add up the time of this start by kind, on rank 0, and write the sums in each step.
 
     A start that finds the budget spent ends before its first step. `SaveOnPreemption` asks `is_spent` and ends the run.
-
-    Args:
-        run: the run folder.
-        operations: the limits.
-        price: dollars per GPU-hour.
-        utilisation: counts the downloads; it comes before this callback.
+    The price is in dollars per GPU-hour. `Utilisation`, which counts the downloads, comes before this callback.
     """
 
     def __init__(
@@ -401,12 +396,7 @@ class Utilisation(Callback):
 
 
 def _machine_metrics(usages: list[Usage], gpus: list[tuple[float, float] | None]) -> dict[str, float]:
-    """Average over ranks, nodes and GPUs.
-
-    Args:
-        usages: of all ranks.
-        gpus: utilisation and memory of the GPUs of a node, from the first rank of each.
-    """
+    """Average over ranks, nodes and GPUs; those of a node are measured by its first rank."""
     nodes = usages[:: dist.get_local_world_size()]
     metrics = {
         "utilisation/cpu": statistics.fmean(node.cpu for node in nodes),

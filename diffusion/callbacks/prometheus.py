@@ -26,13 +26,7 @@ _LOGGED = {
 
 
 class PrometheusLogger(LoggerDestination):
-    """Serve the newest logged numbers, and what the run folder shows, from the beginning of training to its end.
-
-    Args:
-        settings: port and address.
-        run: the run folder.
-        heartbeats: folder of the heartbeats.
-    """
+    """Serve the newest logged numbers, and what the run folder shows, from the beginning of training to its end."""
 
     def __init__(self, settings: PrometheusConfig, run: Path, heartbeats: Path) -> None:
         self._settings, self._run, self._heartbeats = settings, run, heartbeats

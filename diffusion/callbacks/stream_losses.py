@@ -13,15 +13,10 @@ from diffusion.datasets.batch import BatchKey
 
 
 class StreamLosses(Callback):
-    """Log `loss/train/stream/NAME`: the mean loss of the samples of each stream over an interval.
+    """Log `loss/train/stream/NAME`: the mean loss of the samples of each stream over an interval in steps.
 
     Sums and counts stay on the device, where those of all ranks are added at the end of each step. They are part of
     checkpoints, so that a resumed run logs the same numbers on any number of ranks.
-
-    Args:
-        model: the model in training.
-        streams: names of the streams in the order of their numbers.
-        interval: steps between two logs.
     """
 
     def __init__(self, model: LatentDiffusionTraining, streams: Sequence[str], interval: int) -> None:

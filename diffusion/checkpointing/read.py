@@ -313,9 +313,6 @@ class StoredState:
 
     Sharded checkpoints and files have the same keys.
 
-    Args:
-        checkpoint: file or folder.
-
     Raises:
         DataError: its index is damaged, or would run code; or the file is.
     """

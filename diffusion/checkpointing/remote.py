@@ -61,13 +61,10 @@ class RemoteCheckpoint:
 
 
 class RemoteCheckpoints:
-    """The checkpoints of one run.
+    """The checkpoints of one run at `s3://bucket/prefix`.
 
-    All methods raise a `MachineError` if the store cannot be read or written, or a download not be stored.
-
-    Args:
-        uri: `s3://bucket/prefix`.
-        timeout: seconds for which requests that fail are repeated.
+    Requests that fail are repeated for `timeout` seconds. All methods raise a `MachineError` if the store cannot be
+    read or written, or a download not be stored.
     """
 
     def __init__(self, uri: str, *, timeout: float) -> None:
@@ -113,12 +110,7 @@ class RemoteCheckpoints:
         return [RemoteCheckpoint(uri=self.uri_of(name), files=found[name]) for name in names]
 
     def upload_parts(self, local: Path, files: Sequence[str] | None = None) -> None:
-        """Upload this rank's or this node's files of a sharded checkpoint, all but the last ones.
-
-        Args:
-            local: the checkpoint as it was written.
-            files: names in its folder; None for all that are there.
-        """
+        """Upload files of a sharded checkpoint by their names, or all that are there, but for the last ones."""
         if not local.is_dir():
             return
         names = sorted(path.name for path in local.iterdir()) if files is None else files

@@ -37,10 +37,7 @@ class HostCopy:
         self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def update(self, content: Any) -> Any:
-        """Copy a state.
-
-        Args:
-            content: nested dictionaries, lists and tuples of tensors (sharded or not) and other values.
+        """Copy a state: nested dictionaries, lists and tuples of tensors (sharded or not) and other values.
 
         Returns:
             The same with tensors on the CPU that share no memory with the state's; of a sharded tensor, this rank's

@@ -305,13 +305,7 @@ def resolve_device(device: Device, num_gpus: int) -> Device:
 
 
 def check_machine(config: Config, *, num_gpus: int, bf16_supported: bool, local_world_size: int = 1) -> None:
-    """Check whether this machine can run a configuration.
-
-    Args:
-        config: the configuration.
-        num_gpus: GPUs of this node.
-        bf16_supported: whether they support bfloat16.
-        local_world_size: ranks on this node.
+    """Check that this machine, with its GPUs and ranks, can run a configuration.
 
     Raises:
         MachineError: lists all problems.

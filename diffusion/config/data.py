@@ -140,12 +140,7 @@ def named_size(name: str) -> ImageSize | None:
 
 
 def image_sizes(streams: Sequence[StreamConfig], resolution: int) -> list[ImageSize]:
-    """Size of the images of each stream.
-
-    Args:
-        streams: checked streams, whose `resolution` is two numbers.
-        resolution: `data.resolution`.
-    """
+    """Sizes of the images of streams, whose own `resolution`, if there is one, is two numbers."""
     square = ImageSize(resolution, resolution)
     return [
         ImageSize(*stream.resolution) if stream.resolution else named_size(stream.name) or square for stream in streams
@@ -347,10 +342,7 @@ def legal_world_sizes(global_batch_size: int, unit_size: int = 1) -> list[int]:
 def microbatch_size(data: DataConfig, limit: int | None, world_size: int) -> int:
     """Samples of a forward pass: the largest divisor, up to a limit, of a rank's batch or of a group.
 
-    Args:
-        data: section `data` of the configuration.
-        limit: `trainer.device_train_microbatch_size`; None: no limit.
-        world_size: number of ranks, which divides the batch.
+    The world size divides the batch.
     """
     share = max(1, data.global_batch_size // world_size)
     divisors = legal_world_sizes(group_size(data) if data.mixing is Mixing.groups else share)
