@@ -166,11 +166,7 @@ def load_model(path: str | Path, *, weights: str = "raw", paths: FrozenPaths | N
 
 
 def read_initial(config: InitFromConfig, model: LatentDiffusion) -> dict[str, Tensor]:
-    """Read the initial weights of a model.
-
-    Args:
-        config: their path; the checksums of a checkpoint were verified on this node.
-        model: the model that they are for.
+    """Read the initial weights of a model; the checksums of a checkpoint were verified on this node.
 
     Raises:
         ConfigurationError: there are none, or they are of another network.

@@ -98,14 +98,9 @@ AUTOCAST_DTYPES = {Precision.amp_bf16: torch.bfloat16, Precision.amp_fp16: torch
 
 
 def train(config: Config, build: Callable[[Config, Device], ComposerModel] | None = None) -> Trainer:
-    """Train as configured, or continue an earlier start of the same run.
+    """Train as configured, or continue an earlier start of the same run; return the Trainer after the run.
 
-    Args:
-        config: resolved configuration.
-        build: builds the model in place of `build_training_model`; its VAE and text encoder may be random.
-
-    Returns:
-        The Trainer, after the run.
+    `build` builds the model in place of `build_training_model`; its VAE and text encoder may be random.
 
     Raises:
         UserError: on every rank: the configuration, the data or the machine is at fault.
@@ -268,12 +263,7 @@ def _check_same(found: list[Path | None], source: str) -> None:
 
 
 def build_training_model(config: Config, device: Device, *, is_new: bool = True) -> ComposerModel:
-    """Build the model to train.
-
-    Args:
-        config: of the run.
-        device: of training.
-        is_new: read the initial weights; a checkpoint holds its own.
+    """Build the model to train; a new one reads the initial weights, a checkpoint holds its own.
 
     Raises:
         ConfigurationError: weights are not where the configuration says, or the combination is impossible.
@@ -356,11 +346,7 @@ def prepare_frozen(config: Config, model: LatentDiffusion, device: Device) -> No
 
 
 def build_train_data(config: Config, files: Files | None = None) -> DataSpec:
-    """Open the training data of this rank.
-
-    Args:
-        config: of the run.
-        files: manifests and marks of the streams, if they have been read.
+    """Open the training data of this rank; its manifests and marks may have been read.
 
     Raises:
         UserError: the data is missing, damaged or not what the configuration says.

@@ -58,14 +58,9 @@ class SizeBuckets:
         return [f"{height}x{width}" for height, width in self.sizes]
 
     def indices(self, widths: NDArray[np.integer], heights: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Return the indices of the buckets of upright images, -1 for those that go to none.
+        """Return the indices of the buckets of upright images, -1 for those that go to none: int64 [N].
 
-        Args:
-            widths: integer [N], pixels.
-            heights: integer [N], pixels.
-
-        Returns:
-            int64 [N].
+        Widths and heights [N] are in pixels.
         """
         sizes = np.array(self.sizes)
         shapes, areas = np.log(sizes[:, 1] / sizes[:, 0]), sizes.prod(axis=1)

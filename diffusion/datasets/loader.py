@@ -136,9 +136,7 @@ def train_loader(
 class ValidationDataset(Dataset):
     """Validation samples by index: the same at each index for every world size; centre crop and first caption.
 
-    Args:
-        samples: the streams.
-        num_samples: number in all: the first of each stream, in proportion to their samples; None is all.
+    Of `num_samples` in all, or of all without it, each stream gives its first ones, in proportion to its samples.
     """
 
     def __init__(self, samples: TextImageDataset, num_samples: int | None = None) -> None:

@@ -75,13 +75,8 @@ def locate_streams(
 ) -> list[StreamLocation]:
     """Join the roots of a data set with its streams.
 
-    Args:
-        root_remote: root of the data set; None where `root_local` holds it.
-        root_local: root on this machine.
-        streams: the streams of the configuration, checked.
-        section: of the configuration: `data` or `validation`.
-        access: attempts and time-out of downloads; endpoint and profile are those of each stream.
-        files: manifests and marks, if they have been read.
+    Without a remote root, the local one holds the data set. Attempts and time-out of downloads are those of `access`;
+    endpoint and profile are those of each stream. `files` are manifests and marks that have been read.
     """
     locations = []
     for stream in streams:

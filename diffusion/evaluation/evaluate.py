@@ -196,11 +196,10 @@ class Evaluation:
         return tasks
 
     def _is_done(self, result: Result, expected: Mapping[str, Protocol | None]) -> bool:
-        """Check that the file of a result has all numbers; on the first rank the result gets those that it has.
+        """Check that the file of a result has all expected numbers; on the first rank the result gets those that it
+        has.
 
-        Args:
-            result: the result without numbers.
-            expected: names of the numbers, and protocols to compare unless None.
+        The protocol of a number is compared unless it is None.
 
         Raises:
             ConfigurationError: the existing result is of another model or protocol.

@@ -152,9 +152,7 @@ class CheckpointGenerator(Generator):
 class PipelineGenerator(Generator):
     """Generator from a text-to-image pipeline of diffusers, with the samplers of this package.
 
-    Args:
-        folder: Stable Diffusion, SDXL, PRX or PRXPixel in the diffusers layout.
-        device: device of the pipeline.
+    The folder holds Stable Diffusion, SDXL, PRX or PRXPixel in the diffusers layout.
 
     Raises:
         ConfigurationError: the pipeline cannot be loaded.
@@ -236,11 +234,9 @@ def _load_pipeline(folder: Path) -> Any:
 
 
 def find_models(source: str, weights: Sequence[str]) -> list[EvaluatedModel]:
-    """Find the models to evaluate.
+    """Find the models to evaluate, by `EvaluationConfig.model` and `EvaluationConfig.weights`.
 
-    Args:
-        source: as `EvaluationConfig.model`.
-        weights: as `EvaluationConfig.weights`; unused for a pipeline or a file of averaged weights.
+    A pipeline, or a file of averaged weights, has one kind of weights.
 
     Raises:
         ConfigurationError: there is no model.
@@ -332,13 +328,7 @@ def addressed_latents(
 
 
 def generate_images(generator: Generator, task: GenerationTask, folder: Path, label: str) -> list[Path]:
-    """Generate the missing images of a folder; collective. All ranks must see the folder.
-
-    Args:
-        generator: generator on the device of this rank.
-        task: the images.
-        folder: folder for the images of this task only.
-        label: label of the progress bar.
+    """Generate the missing images of a folder that is for this task only; collective. All ranks must see the folder.
 
     Returns:
         The files in the order of the images.

@@ -26,12 +26,7 @@ SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 
 @dataclass(frozen=True)
 class Images:
-    """Images by number.
-
-    Args:
-        num: number of images.
-        read: reads an RGB image; raises a DataError if it cannot be decoded.
-    """
+    """Images by number; `read` returns an RGB image, or raises a DataError if it cannot be decoded."""
 
     num: int
     read: Callable[[int], Image.Image]
@@ -83,10 +78,7 @@ def list_images(folder: Path) -> list[Path]:
 
 
 class PreparedSamples:
-    """Samples of the MDS folders of a prepared data set that may be used, by number. Not thread-safe.
-
-    Args:
-        root: the data set, or a split or bucket of it.
+    """Samples that may be used of a prepared data set, or of a split or bucket of it, by number. Not thread-safe.
 
     Raises:
         DataError: an index or the marks of removed samples are damaged.

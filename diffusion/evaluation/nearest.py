@@ -34,11 +34,7 @@ _QUERIES = 1024
 
 
 class Pixels:
-    """Reduced pixels, less the mean of each channel: a feature without weights that finds copies.
-
-    Args:
-        size: S.
-    """
+    """Reduced pixels, less the mean of each channel: a feature without weights that finds copies."""
 
     def __init__(self, size: int = 32) -> None:
         self.name, self.identity, self.size = f"pixels-{size}", "", size
@@ -157,15 +153,8 @@ def compare(
 ) -> Comparison:
     """Compare the centre squares of images and of a data set's training images; removed samples are left out.
 
-    Args:
-        images: the images, one or more.
-        training: one or more samples.
-        validation: images like those of training that were not trained on, one or more.
-        network: network on the device.
-        config: batch size, number of threads and resize filter.
-        device: device of the network.
-        num: K.
-        quantile: quantile of the validation images' distances below which an image is a suspected copy.
+    Validation images are like those of training, and were not trained on. Below the quantile of their distances an
+    image is a suspected copy. Each of the three sets has one image or more. The network is on the device.
 
     Raises:
         ConfigurationError: validation images are among the training images.

@@ -163,12 +163,7 @@ class ListedImage(NamedTuple):
 
 
 def write_listing(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write the listing of a folder atomically.
-
-    Args:
-        folder: folder of the images.
-        rows: `file_name`, `prompt` and further metadata of each image.
-    """
+    """Write the listing of a folder atomically: `file_name`, `prompt` and further metadata of each image."""
     write_atomically(folder / LISTING, "".join(json.dumps(row) + "\n" for row in rows))
 
 

@@ -202,12 +202,7 @@ class Lease:
 
 
 class Applicant:
-    """Asks for a lease again and again, and observes its holder meanwhile.
-
-    Args:
-        location: a file, or the URI of an object of S3.
-        access: how the store is reached.
-    """
+    """Asks again and again for a lease, a file or an object of S3 by its URI, and observes its holder meanwhile."""
 
     def __init__(self, location: Path | str, access: Access | None = None) -> None:
         self.record: _Record = _FileRecord(location) if isinstance(location, Path) else _ObjectRecord(location, access)
@@ -291,11 +286,8 @@ def held(lease: Lease) -> Iterator[None]:
 
 @contextmanager
 def leased(folder: Path | str, access: Access | None = None) -> Iterator[Lease]:
-    """Hold the lease of a run folder, or of one of checkpoints, on rank 0; called by all ranks.
-
-    Args:
-        folder: path, or `s3://bucket/prefix`.
-        access: how the store is reached.
+    """Hold the lease of a run folder, or of one of checkpoints (also `s3://bucket/prefix`), on rank 0; called by all
+    ranks.
 
     Raises:
         MachineError: another start of the run is active, or the folder cannot be written to.
@@ -326,9 +318,8 @@ def leased(folder: Path | str, access: Access | None = None) -> Iterator[Lease]:
 def leased_checkpoints(location: str | None, *, timeout: float) -> Iterator[None]:
     """Hold and renew the lease of `trainer.checkpoint_folder`, which may be that of starts with other run folders.
 
-    Args:
-        location: path, or `s3://bucket/prefix`; None for a folder in the run folder.
-        timeout: seconds for which requests to a store are repeated, `FIRST_CONTACT` at most.
+    There is none for a folder in the run folder (None). Requests to a store are repeated for `timeout` seconds,
+    `FIRST_CONTACT` at most.
 
     Raises:
         MachineError: another start is active, or the location cannot be written to.
@@ -345,10 +336,7 @@ def leased_checkpoints(location: str | None, *, timeout: float) -> Iterator[None
 def await_lease(applicant: Applicant, activity: str, remedy: str) -> Lease:
     """Acquire a lease, after its expiry if need be.
 
-    Args:
-        applicant: for the lease.
-        activity: of another holder, for the message.
-        remedy: against it.
+    The activity of another holder, and the remedy against it, are for the message.
 
     Raises:
         MachineError: its holder is alive, or it cannot be written.

@@ -33,11 +33,7 @@ def may_be(initial: tuple[str, ...], checkpoint: str) -> bool:
 def find_superseded(run: Path, config: Config, num_kept: int | None) -> list[Path | RemoteCheckpoint]:
     """Find the whole checkpoints that a run no longer needs, in a folder or an object store.
 
-    Args:
-        run: the run folder.
-        config: its configuration.
-        num_kept: newest whole checkpoints that stay beside those of `trainer.keep_every`; None is
-            `trainer.keep_checkpoints`.
+    The newest `num_kept` whole ones (None: `trainer.keep_checkpoints`) stay beside those of `trainer.keep_every`.
 
     Raises:
         UserError: the run is running, keeps all, or has its checkpoints in an unknown folder; or the store cannot be

@@ -121,12 +121,7 @@ def _last_step(heartbeats: Sequence[HeartbeatRecord]) -> int:
 
 
 class Growth:
-    """Looks from time to time for hosts that came back, in the background.
-
-    Args:
-        look: whether the job would start on more hosts now; it takes minutes.
-        interval: seconds between two looks.
-    """
+    """Looks for hosts that came back, in the background, at an interval in seconds; a look takes minutes."""
 
     def __init__(self, look: Callable[[], bool], interval: float) -> None:
         self._look, self._interval = look, interval
@@ -149,15 +144,9 @@ class Growth:
 class Supervisor:
     """Keeps one job running until it has finished.
 
-    Args:
-        start: returns the command of the next start; a `MachineError` counts as the end of that start.
-        run: the run folder.
-        heartbeats: folder of the heartbeats.
-        settings: timeouts and limits of restarts.
-        events: log of events.
-        environment: variables of the job.
-        arguments: command line of the supervisor, stored for `runs.py resume`.
-        growth: whether the job would start on more hosts now, and the seconds between two looks; None: never look.
+    `start` returns the command of the next start; a `MachineError` counts as the end of that start. The environment is
+    that of the job, the arguments are those of the supervisor, stored for `runs.py resume`. `growth` says whether the
+    job would start on more hosts now, and the seconds between two looks; None: never look.
     """
 
     def __init__(

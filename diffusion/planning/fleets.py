@@ -158,12 +158,8 @@ def plan_on(
 ) -> FleetRun:
     """Compute time and cost of a run on a fleet.
 
-    Args:
-        config: the run.
-        fleet: the fleet.
-        failures: failures of its GPUs.
-        storage_per_tb_month: dollars for data and kept checkpoints, for the days of the run; 0: not counted.
-        egress_per_tb: dollars for downloads from `data.remote`; 0: not counted.
+    Dollars for storage are of data and kept checkpoints for the days of the run, those for egress of downloads from
+    `data.remote`; 0: not counted.
 
     Raises:
         ConfigurationError: the rate of the fleet is unknown.
@@ -352,15 +348,10 @@ def read_fleets(path: Path) -> list[Fleet]:
 def fleets_from_benchmark(
     path: Path, sizes: Sequence[int], *, num_parameters: int, global_batch_size: int, network: float, **options: Any
 ) -> list[Fleet]:
-    """Fleets of the GPU that `python -m benchmarks` measured, by `predict_images_per_second`.
+    """Fleets of some sizes of the GPU that `python -m benchmarks` measured, by `predict_images_per_second`.
 
-    Args:
-        path: its file of rows, with one GPU's steps of the Trainer at each resolution.
-        sizes: numbers of GPUs.
-        num_parameters: parameters of the measured network.
-        global_batch_size: images per step of the runs.
-        network: bytes per second of a node's network.
-        options: further fields of `Fleet`, such as the price.
+    The file of rows has one GPU's steps of the Trainer at each resolution. Options are further fields of `Fleet`, such
+    as the price.
 
     Raises:
         ConfigurationError: the file holds no such measurement.

@@ -55,11 +55,7 @@ class TierPlan:
 def plan_tiers(config: Config, *, num_ranks: int, num_images: int, num_samples: int | None) -> TierPlan:
     """Compute the bytes in each tier. With a remote for some streams only, all count as fetched.
 
-    Args:
-        config: the configuration; locations may be missing (`???`).
-        num_ranks: world size.
-        num_images: images of the run.
-        num_samples: samples of the data set.
+    Locations of the configuration may be missing (`???`).
     """
     data = config.data
     num_nodes = math.ceil(num_ranks / config.plan.gpus_per_node)

@@ -86,10 +86,6 @@ def _has_cached_index(location: StreamLocation) -> bool:
 def check_streams(config: Config, files: Files) -> None:
     """Check that the data exists and is what the configuration says, as far as that is known without the model.
 
-    Args:
-        config: configuration of the run.
-        files: manifests and marks of the streams.
-
     Raises:
         DataError: what is missing or differs, and what to do.
     """
@@ -253,11 +249,7 @@ def check_cache_limit(demand: CacheDemand, limit: str) -> Verdict:
 def check_cache_space(demand: CacheDemand, *folders: Path, free: int, missing: int) -> Verdict:
     """Check that the disks have space for the cache; which streams fill which disk is not considered.
 
-    Args:
-        demand: of the node.
-        folders: of the cache, one on each disk.
-        free: free bytes of all disks.
-        missing: bytes that are still to be downloaded.
+    There is a folder of the cache on each disk; the free bytes are those of all disks.
     """
     names = ", ".join(map(str, folders))
     what = f"{size_text(free)} are free for {names}, and {size_text(missing)} are still to be downloaded to this node"
@@ -280,9 +272,7 @@ def _option_text(num_bytes: int) -> str:
 def check_data(config: Config, *, deep: bool) -> Iterator[Verdict]:
     """Check the files of each stream, read a batch of it, and check the cache; on the first rank of a node.
 
-    Args:
-        config: configuration of the run.
-        deep: hash the files of the streams that lie in folders, with a progress bar.
+    A deep check hashes the files of the streams that lie in folders, with a progress bar.
     """
     tokenizer = _tokenize(config)
     are_whole = True
@@ -301,10 +291,7 @@ def check_data(config: Config, *, deep: bool) -> Iterator[Verdict]:
 def check_files(location: StreamLocation, timeout: float, *, deep: bool) -> None:
     """Compare the files of a stream with its index, and the index with the manifest; replace an older one in a cache.
 
-    Args:
-        location: location of the stream.
-        timeout: seconds for a download.
-        deep: also compare the hashes of the files.
+    A deep check also compares the hashes of the files.
 
     Raises:
         DataError: files are missing or damaged, or of different versions of the data set.
