@@ -24,9 +24,6 @@ def write_tables(files: Sequence[Path], pages: Sequence[Path]) -> None:
     """Write the tables of files of rows into pages of Markdown with markers.
 
     Of rows of one name and device, that of the last file counts.
-
-    Raises:
-        ConfigurationError: A file does not exist.
     """
     for file in files:
         if not file.is_file():

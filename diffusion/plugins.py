@@ -87,11 +87,7 @@ def import_plugin(plugin: Plugin, key: str) -> Callable[..., Any]:
 
 
 def check_plugins(config: Config) -> None:
-    """Import all plug-ins of a run without building them.
-
-    Raises:
-        ConfigurationError: all mistakes.
-    """
+    """Import all plug-ins of a run without building them; a ConfigurationError with all mistakes."""
     plugins, groups = config.plugins, {"model.ingredients": config.model.ingredients}
     groups |= {f"plugins.{group}": getattr(plugins, group) for group in ("callbacks", "loggers", "algorithms")}
     named = {f"{group}.{number}": one for group, several in groups.items() for number, one in enumerate(several)}

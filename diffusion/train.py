@@ -165,11 +165,7 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
 
 
 def start_ranks(config: Config) -> Device:
-    """Join the process group and seed this rank; return the device that it trains on.
-
-    Raises:
-        UserError: this machine lacks the device, the precision or the collectives.
-    """
+    """Join the process group and seed this rank; return its device. A UserError says what this machine lacks."""
     num_gpus = torch.cuda.device_count()
     ranks = dist.get_local_world_size()
     check_machine(config, num_gpus=num_gpus, bf16_supported=computes_bf16(), local_world_size=ranks)
@@ -204,10 +200,8 @@ def with_absolute_paths(config: Config) -> Config:
 def record_config(folder: Path, config: Config, *, overwrite: bool = True) -> None:
     """Create the run folder and save the resolved configuration in it, on rank 0.
 
-    Without `overwrite` that of an earlier start stays: this start may still fail, or find the run finished.
-
-    Raises:
-        MachineError: it cannot be written.
+    Without `overwrite` that of an earlier start stays: this start may still fail, or find the run finished. A folder
+    that cannot be written is a MachineError.
     """
     if dist.get_global_rank() != 0:
         return
@@ -346,11 +340,7 @@ def prepare_frozen(config: Config, model: LatentDiffusion, device: Device) -> No
 
 
 def build_train_data(config: Config, files: Files | None = None) -> DataSpec:
-    """Open the training data of this rank; its manifests and marks may have been read.
-
-    Raises:
-        UserError: the data is missing, damaged or not what the configuration says.
-    """
+    """Open the training data of this rank; its manifests and marks may have been read."""
     if config.plugins.train_dataset is not None:
         return DataSpec(_plugin_loader(config), get_num_samples_in_batch=num_samples)
     loader = train_loader(

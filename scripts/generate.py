@@ -62,11 +62,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def read_prompts(arguments: argparse.Namespace) -> list[str]:
-    """Prompts of the options, without blank ones.
-
-    Raises:
-        ConfigurationError: there are none.
-    """
+    """Prompts of the options, without blank ones."""
     from diffusion.evaluation import prompts
 
     if arguments.prompts_file is not None:
@@ -79,12 +75,7 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
 
 
 def rewritten(arguments: argparse.Namespace, prompts: list[str]) -> list[str]:
-    """Prompts by the server of --rewrite, or as they are without it.
-
-    Raises:
-        ConfigurationError: an option is missing, or the server has no such model.
-        MachineError: it does not answer.
-    """
+    """Prompts by the server of --rewrite, or as they are without it."""
     if arguments.rewrite is None:
         for name in ("model", "key", "instructions"):
             if getattr(arguments, f"rewrite_{name}") is not None:
@@ -107,11 +98,7 @@ def rewritten(arguments: argparse.Namespace, prompts: list[str]) -> list[str]:
 
 
 def read_seeds(arguments: argparse.Namespace, num_images: int) -> list[int]:
-    """Seeds of the images.
-
-    Raises:
-        ConfigurationError: --seed is out of range.
-    """
+    """Seeds of the images."""
     from diffusion.models.sampling import image_seeds
 
     try:

@@ -115,11 +115,7 @@ def _check_paths(folder: Path, images: Iterable[Path]) -> None:
 
 @functools.lru_cache(maxsize=64)
 def served_image(path: Path) -> bytes:
-    """Encode an image anew as an RGB PNG: the same pixels, nothing else of the file.
-
-    Raises:
-        DataError: the image cannot be decoded.
-    """
+    """Encode an image anew as an RGB PNG: the same pixels, nothing else of the file; a DataError if it is damaged."""
     return _png(read_image(path))
 
 

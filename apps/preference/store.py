@@ -215,11 +215,7 @@ class Store:
             return self._presentation(rater, identifier)
 
     def presentation(self, rater: str, identifier: str) -> Presentation:
-        """A presentation of this rater.
-
-        Raises:
-            KeyError: it was not shown to this rater.
-        """
+        """A presentation of this rater; a KeyError if it was not shown to this rater."""
         with self._lock:
             return self._presentation(rater, identifier)
 

@@ -50,11 +50,7 @@ from diffusion.trainer import HostSpeedMonitor
 
 
 def build_loggers(config: Config, folder: Path) -> list[LoggerDestination]:
-    """Build the logger destinations of a run folder, in the order in which they run.
-
-    Raises:
-        ConfigurationError: a plug-in cannot be imported or built.
-    """
+    """Build the logger destinations of a run folder, in the order in which they run."""
     settings, endpoint = config.loggers, config.loggers.prometheus
     metrics = MetricsFile(folder / METRICS) if settings.file else None
     loggers = [

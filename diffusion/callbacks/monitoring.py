@@ -102,11 +102,7 @@ class Heartbeat(Callback):
         self._stacks: IO[str]
 
     def __enter__(self) -> "Heartbeat":
-        """Open the files.
-
-        Raises:
-            MachineError: they cannot be written.
-        """
+        """Open the files; a MachineError if they cannot be written."""
         remedy = "Choose another operations.heartbeat_folder, or null for the run folder"
         with explained_writes(f"the folder of heartbeats {self.folder}", remedy):
             self._file = HeartbeatFile(self.folder, rank())
@@ -252,11 +248,7 @@ class CostMeter(Callback):
         self._write(now)
 
     def end(self, step: int, outcome: str) -> None:
-        """End the run after a step because its budget is spent; to be called by all ranks.
-
-        Raises:
-            BudgetSpentError: always.
-        """
+        """End the run after a step by a BudgetSpentError; to be called by all ranks."""
         reason = broadcast(f"the budget is spent: {self._left()[1]}; {outcome}")
         if dist.get_global_rank() == 0:
             mark_spent(self.run, step, reason)

@@ -34,11 +34,7 @@ class PrometheusLogger(LoggerDestination):
         self._server = ExitStack()
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Start the server.
-
-        Raises:
-            MachineError: on all ranks: the address cannot be used.
-        """
+        """Start the server; a MachineError on all ranks if the address cannot be used."""
         is_first = dist.get_global_rank() == 0
         agree(lambda: self._server.enter_context(served(self._settings, self._read)) if is_first else None)
 

@@ -139,11 +139,7 @@ class SaveCheckpoints(Callback):
         logger.log_metrics({STALL: time.perf_counter() - start})
 
     def _wait(self) -> None:
-        """Wait for the write in the background; on all ranks.
-
-        Raises:
-            MachineError: on all ranks: it cannot be written.
-        """
+        """Wait for the write in the background; on all ranks."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
@@ -151,11 +147,7 @@ class SaveCheckpoints(Callback):
     # In the background, if asked for
 
     def _write(self, path: Path, content: dict[str, Any], is_sharded: bool) -> None:
-        """Write, upload and prune; on all ranks.
-
-        Raises:
-            MachineError: on all ranks: it cannot be written.
-        """
+        """Write, upload and prune; on all ranks."""
         is_first = dist.get_global_rank() == 0
         try:
             agree(lambda: _make_room(path) if is_first else None, group=self._group)

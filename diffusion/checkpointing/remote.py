@@ -80,8 +80,7 @@ class RemoteCheckpoints:
     def check_access(self) -> None:
         """Write and remove a file, repeating requests for `FIRST_CONTACT` seconds at most.
 
-        Raises:
-            DataError: there is no such bucket.
+        A DataError says that there is no such bucket.
         """
         probe = self.uri_of(".access")
         seconds = min(self._access.seconds or FIRST_CONTACT, FIRST_CONTACT)
@@ -119,11 +118,7 @@ class RemoteCheckpoints:
                 self.upload(local / name, f"{local.name}/{name}")
 
     def find_missing(self, local: Path) -> str | None:
-        """Find a file that the index of a checkpoint names, and that is missing or too short in the store.
-
-        Raises:
-            DataError: the index is damaged.
-        """
+        """Find a file that the index of a checkpoint names, and that is missing or too short in the store."""
         if not local.is_dir():
             return None
         stored = storage.list_files(self.uri_of(local.name), self._access)

@@ -380,11 +380,7 @@ def is_finished(run: Path, step: int) -> bool:
 
 
 def mark_finished(run: Path, step: int) -> None:
-    """Record on rank 0 that nothing is left to do after a step.
-
-    Raises:
-        MachineError: the run folder cannot be written.
-    """
+    """Record on rank 0 that nothing is left to do after a step; a MachineError if that cannot be written."""
     if rank() == 0:
         with explained_writes(run / FINISHED):
             write_json(run / FINISHED, {"step": step})

@@ -41,11 +41,7 @@ def weight_locations(config: Config) -> dict[str, str]:
 
 
 def planned_steps(config: Config) -> int:
-    """Length of the run in optimizer steps.
-
-    Raises:
-        ConfigurationError: `trainer.max_duration` is not a number of batches.
-    """
+    """Length of the run in optimizer steps; a ConfigurationError if `trainer.max_duration` is not in batches."""
     time = parse_time(config.trainer.max_duration, "trainer.max_duration")
     if time.unit != "ba":
         raise ConfigurationError(
@@ -305,11 +301,7 @@ def resolve_device(device: Device, num_gpus: int) -> Device:
 
 
 def check_machine(config: Config, *, num_gpus: int, bf16_supported: bool, local_world_size: int = 1) -> None:
-    """Check that this machine, with its GPUs and ranks, can run a configuration.
-
-    Raises:
-        MachineError: lists all problems.
-    """
+    """Raise a MachineError with all problems if this machine, with its GPUs and ranks, cannot run a configuration."""
     is_gpu = resolve_device(config.trainer.device, num_gpus) is Device.gpu
     raise_all(
         MachineError,

@@ -205,11 +205,7 @@ def section_problems(section: Any, key: str = "") -> Iterator[str]:
 
 
 def check_sections(config: Any) -> None:
-    """Check a configuration section by section.
-
-    Raises:
-        ConfigurationError: lists all problems.
-    """
+    """Raise a ConfigurationError with all problems of a configuration, section by section, if there are any."""
     raise_all(ConfigurationError, list(section_problems(config)))
 
 

@@ -130,10 +130,8 @@ def sorted_sizes(sizes: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...
 def lowest_side(name: str) -> int:
     """Return the lowest shorter side in pixels of the images of a bucket of either kind from its folder name.
 
-    Of an aspect-ratio bucket it is that of its size; images that are to be upscaled are smaller.
-
-    Raises:
-        ConfigurationError: it is not the name of a bucket.
+    Of an aspect-ratio bucket it is that of its size; images that are to be upscaled are smaller. Another name is a
+    ConfigurationError.
     """
     if size := named_size(name):
         return min(size)

@@ -214,11 +214,7 @@ def validation_dataset(
     score_names: Sequence[str] = (),
     files: Files | None = None,
 ) -> ValidationDataset:
-    """Open the validation data, read with the representation and sizes of training (`train_loader`).
-
-    Raises:
-        DataError: streams that are missing, damaged or not what the configuration says.
-    """
+    """Open the validation data, read with the representation and sizes of training, as by `train_loader`."""
     samples = TextImageDataset(
         locations=check_validation_streams(config, data, with_logvar=with_logvar, score_names=score_names, files=files),
         representation=data.representation,

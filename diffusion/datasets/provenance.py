@@ -119,11 +119,7 @@ def apply_substitutes(
 
 
 def exposures(config: Config, folders: list[Path], counts: list[NDArray[np.int32]]) -> Iterator[Exposure]:
-    """Look up the samples that were seen, by `times_seen`, stream by stream, in the order of the data.
-
-    Raises:
-        DataError: a shard is missing, or has no keys.
-    """
+    """Look up the samples that were seen, by `times_seen`, stream by stream, in the order of the data."""
     with tqdm(total=sum(map(len, counts)), unit=" samples", unit_scale=True, disable=None) as bar:
         for stream, folder, count in zip(config.data.streams, folders, counts, strict=True):
             first = 0

@@ -149,11 +149,7 @@ def _warn_of_another_tool(folder: Path) -> None:
 
 
 def read_files(locations: Iterable[StreamLocation]) -> Files:
-    """Read the manifests and marks above streams, each once, for `locate_streams`.
-
-    Raises:
-        DataError: one cannot be read.
-    """
+    """Read the manifests and marks above streams, each once, for `locate_streams`; a DataError says what fails."""
     files: dict[tuple[str | None, str], Any] = {}
     for location in locations:
         for root, _ in _folders_above(location.source):

@@ -200,9 +200,6 @@ class Evaluation:
         has.
 
         The protocol of a number is compared unless it is None.
-
-        Raises:
-            ConfigurationError: the existing result is of another model or protocol.
         """
 
         def check() -> bool:
@@ -241,11 +238,7 @@ def write_table(folder: Path) -> None:
 
 
 def open_suites(config: ProtocolConfig, device: torch.device) -> list[Suite[Any]]:
-    """Read the suites of a protocol and load their models.
-
-    Raises:
-        ConfigurationError: a file or a model is missing.
-    """
+    """Read the suites of a protocol and load their models; a ConfigurationError if one is missing."""
     suites: list[Suite[Any]] = []
     if config.compositional is not None:
         suites.append(ObjectChecks.open(config.compositional, device))
@@ -265,11 +258,7 @@ def open_suites(config: ProtocolConfig, device: torch.device) -> list[Suite[Any]
 
 
 def rank_device(device: Device) -> torch.device:
-    """Device of this rank.
-
-    Raises:
-        MachineError: the machine has fewer GPUs than ranks.
-    """
+    """Device of this rank; a MachineError if the machine has fewer GPUs than ranks."""
     num_gpus = torch.cuda.device_count()
     if resolve_device(device, num_gpus) is Device.cpu:
         return torch.device("cpu")

@@ -185,10 +185,8 @@ def _random_network(width: int) -> nn.Sequential:
 def load_networks(
     config: NetworksConfig, metrics: Sequence[Metric], device: torch.device
 ) -> dict[Metric, FeatureNetwork]:
-    """Load the network of each metric; metrics with the same weights share one.
-
-    Raises:
-        ConfigurationError: weights are missing.
+    """Load the network of each metric; metrics with the same weights share one. Missing weights are a
+    ConfigurationError.
     """
     loaded: dict[str | None, FeatureNetwork] = {}
     networks = {}

@@ -65,11 +65,7 @@ class Generator(ABC):
     device: torch.device
 
     def sampler(self, sampling: SamplingConfig) -> Sampler:
-        """Sampler of a configuration.
-
-        Raises:
-            ConfigurationError: it does not fit the noise schedule.
-        """
+        """Sampler of a configuration; a ConfigurationError if it does not fit the noise schedule."""
         try:
             return choose_sampler(self.noise_scheduler, sampling.sampler)
         except ValueError as error:
@@ -78,8 +74,7 @@ class Generator(ABC):
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
         """Channels, height and width of the latents of an image, whose size is in pixels.
 
-        Raises:
-            ConfigurationError: a side is not a multiple of `side_factor`.
+        Sides that are not multiples of `side_factor` are a ConfigurationError.
         """
         if height % self.side_factor or width % self.side_factor:
             raise ConfigurationError(

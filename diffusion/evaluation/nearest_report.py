@@ -31,12 +31,7 @@ _SIDE = 160
 
 
 def open_images(folder: Path) -> list[ListedImage]:
-    """List the images of a folder: those of its listing with their prompts, or all without a listing.
-
-    Raises:
-        ConfigurationError: there are none.
-        DataError: the listing is invalid.
-    """
+    """List the images of a folder: those of its listing with their prompts, or all without a listing."""
     listed = read_listing(folder)
     found = [ListedImage(path, "") for path in list_images(folder)] if listed is None else listed
     if not found:
@@ -67,11 +62,7 @@ def find_data(folder: Path) -> Path:
 
 
 def open_training(data: Path) -> PreparedSamples:
-    """Open the training images of a prepared data set.
-
-    Raises:
-        DataError: there are none.
-    """
+    """Open the training images of a prepared data set; a DataError if there are none."""
     samples = PreparedSamples(data / SPLITS[0])
     if not len(samples):
         raise DataError(f"{data / SPLITS[0]} has no samples: prepare the data anew")

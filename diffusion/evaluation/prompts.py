@@ -168,11 +168,7 @@ def write_listing(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read_listing(folder: Path) -> list[ListedImage] | None:
-    """Read the listing of a folder, or return None if there is none.
-
-    Raises:
-        DataError: a line is invalid, or its image is missing.
-    """
+    """Read the listing of a folder, None without one; a DataError if a line is invalid, or its image missing."""
     path = folder / LISTING
     if not path.is_file():
         return None

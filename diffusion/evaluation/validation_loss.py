@@ -86,12 +86,7 @@ def validation_losses(evaluated: EvaluatedModel, generator: Generator) -> dict[s
 
 
 def open_validation_data(config: Config, model: LatentDiffusion) -> ValidationDataset:
-    """Open the validation data of a run.
-
-    Raises:
-        ConfigurationError: the run has none.
-        DataError: the data is missing or damaged.
-    """
+    """Open the validation data of a run; a ConfigurationError if it has none."""
     if config.validation is None:
         raise ConfigurationError("the run has no validation data (validation)")
     config.data.num_workers = 0

@@ -189,8 +189,7 @@ class LedgerEntry:
 def read_ledger(folder: Path, run: str, known: Mapping[str, LedgerEntry] | None = None) -> dict[str, LedgerEntry]:
     """Read the entries of a ledger by the names of checkpoints (`ep0-ba100`), except for those that are known.
 
-    Raises:
-        DataError: the ledger is of another run.
+    The ledger of another run is a DataError.
     """
     entries = dict(known or {})
     for path in folder.glob("*.json"):

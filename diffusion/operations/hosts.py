@@ -203,11 +203,7 @@ class HostedJob:
         self._check = (lambda host: here) if pool is None else check_over_ssh(arguments)
 
     def start(self) -> list[str]:
-        """Check the hosts and return the command of the next start.
-
-        Raises:
-            MachineError: no start is possible.
-        """
+        """Check the hosts and return the command of the next start; a MachineError if no start is possible."""
         pool = self._pool
         hosts = pool.hosts[: pool.wanted] if pool is not None else ()
         if self._timeout is not None:

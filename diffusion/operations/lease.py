@@ -162,8 +162,7 @@ class Lease:
     def renew(self) -> None:
         """Check that the lease still belongs to this job, and renew it in the process that holds it.
 
-        Raises:
-            MachineError: another process has taken it over.
+        A MachineError says that another process has taken it over.
         """
         try:
             holder = _holder_of(self._record.read())
@@ -183,11 +182,7 @@ class Lease:
             )
 
     def check(self) -> None:
-        """Check for another start if the last renewal is too long ago, as after a suspension of this process.
-
-        Raises:
-            MachineError: another start has taken over the lease.
-        """
+        """Renew the lease if the last renewal is too long ago, as after a suspension of this process."""
         if time.monotonic() - self._confirmed_at > timeouts.LEASE / 2:
             self.renew()
 
@@ -320,9 +315,6 @@ def leased_checkpoints(location: str | None, *, timeout: float) -> Iterator[None
 
     There is none for a folder in the run folder (None). Requests to a store are repeated for `timeout` seconds,
     `FIRST_CONTACT` at most.
-
-    Raises:
-        MachineError: another start is active, or the location cannot be written to.
     """
     if location is None:
         yield

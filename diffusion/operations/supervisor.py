@@ -324,11 +324,7 @@ def start_command(command: Sequence[str], lock: int, environment: dict[str, str]
 
 
 def split_command(command: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the YAML file and the overrides in a command that starts a job.
-
-    Raises:
-        ConfigurationError: the command names no YAML.
-    """
+    """Return the YAML file and the overrides in a command that starts a job; a ConfigurationError without a YAML."""
     position = next((i for i, argument in enumerate(command) if Path(argument).suffix in (".yaml", ".yml")), None)
     if position is None:
         raise ConfigurationError(

@@ -42,9 +42,6 @@ def plan_amounts(config: Config, *, world_size: int = 1) -> Amounts:
     """Compute images, time and cost of a run, whose locations may be missing (`???`).
 
     `plan.num_gpus` replaces the world size.
-
-    Raises:
-        ConfigurationError: `trainer.max_duration` is not a number of batches.
     """
     num_iterations, num_ranks = planned_steps(config), config.plan.num_gpus or world_size
     num_images = num_iterations * config.data.global_batch_size

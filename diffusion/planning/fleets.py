@@ -160,9 +160,6 @@ def plan_on(
 
     Dollars for storage are of data and kept checkpoints for the days of the run, those for egress of downloads from
     `data.remote`; 0: not counted.
-
-    Raises:
-        ConfigurationError: the rate of the fleet is unknown.
     """
     assumed = replace(
         config.plan,
@@ -204,11 +201,7 @@ def make_budget(configs: Sequence[Config], fleets: Sequence[Fleet], **options: A
 
 
 def fleet_called(name: str, fleets: Sequence[Fleet]) -> Fleet:
-    """Find a fleet by its name, or by a number of GPUs and a part of it, as `32xA100`.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
+    """Find a fleet by its name, or by a number of GPUs and a part of it, as `32xA100`; else a ConfigurationError."""
     short = re.fullmatch(r"(\d+)x(.+)", name)
     for fleet in fleets:
         if fleet.name == name or (short and fleet.num_gpus == int(short[1]) and short[2].lower() in fleet.name.lower()):
@@ -321,11 +314,7 @@ def predict_images_per_second(
 
 
 def read_fleets(path: Path) -> list[Fleet]:
-    """Read fleets from a JSON list of objects with the fields of `Fleet`.
-
-    Raises:
-        ConfigurationError: it cannot be read.
-    """
+    """Read fleets from a JSON list of objects with the fields of `Fleet`; a ConfigurationError if that fails."""
     try:
         fleets = []
         for entry in json.loads(path.read_text(encoding="utf-8")):

@@ -70,9 +70,6 @@ def plan_run(config: Config, *, world_size: int = 1, counts: ParameterCounts | N
     """Compute what a run takes, whose locations may be missing (`???`).
 
     `plan.num_gpus` replaces the world size. Without counts, the parameters of the configured network are counted.
-
-    Raises:
-        ConfigurationError: `trainer.max_duration` is not a number of batches.
     """
     counts = parameter_counts(config) if counts is None else counts
     amounts = plan_amounts(config, world_size=world_size)

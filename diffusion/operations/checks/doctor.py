@@ -142,11 +142,7 @@ def _store() -> Any:
 
 
 def measure_nodes(device: torch.device, timeout: float) -> list[NodeSpeed]:
-    """Measure all nodes at the same time.
-
-    Raises:
-        NoAnswerError: some ranks have not measured within the timeout, in seconds.
-    """
+    """Measure all nodes at the same time; a NoAnswerError if some ranks have not within the timeout, in seconds."""
     speed = measure_device(device)
     await_ranks("measured", timeout)
     per_node = local_world_size()
