@@ -83,11 +83,7 @@ def main() -> None:
 
 
 def read(root: Path, *, is_held_out: bool) -> Iterator[Drawing]:
-    """Read the drawings of a prepared data set, in its order.
-
-    Raises:
-        DataError: one has no caption, concept or style.
-    """
+    """Read the drawings of a prepared data set, in its order; a DataError if one has no caption, concept or style."""
     samples = PreparedSamples(root)
     for number in range(len(samples)):
         sample, (key, image) = samples.sample(number, ["captions", "metadata"]), samples.keyed_image(number)
@@ -98,11 +94,7 @@ def read(root: Path, *, is_held_out: bool) -> Iterator[Drawing]:
 
 
 def choose_cells(drawings: list[Drawing]) -> list[list[Drawing]]:
-    """Choose concepts by hash that exist in all styles, some held out: a row of drawings by style for each.
-
-    Raises:
-        DataError: there is no such concept.
-    """
+    """Choose concepts by hash that exist in all styles, some held out: a row of drawings by style for each."""
     styles = sorted({one.style for one in drawings})
     by_concept: dict[str, dict[str, Drawing]] = defaultdict(dict)
     for one in drawings:

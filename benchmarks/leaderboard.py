@@ -64,11 +64,7 @@ COLUMNS = {
 class Task(Steps):
     """Data of the task, and runs on it.
 
-    Args:
-        out: folder of all of it.
-        vae: folder of a VAE; None: train one.
-        settings: YAML of another preparation.
-        quick: few images and steps.
+    Without the folder of a VAE, one is trained. `settings` is the YAML of another preparation of the images.
     """
 
     def __init__(self, out: Path, vae: Path | None, settings: Path | None, *, quick: bool) -> None:

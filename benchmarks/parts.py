@@ -27,13 +27,8 @@ def part_rows(
 ) -> list[Row]:
     """Make the rows of a part: Stable Diffusion 2 on a GPU, the tiny architecture on a CPU.
 
-    Args:
-        name: Name of the part.
-        device: Device of training.
-        resolutions: Sides of the images in pixels, for `step`.
-        sizes: Microbatches of a rank, for `step`.
-        overrides: `key.sub=value` for the Trainer's runs.
-        quick: Measure little of everything: shows that it runs, not how fast.
+    Resolutions in pixels and sizes of a rank's microbatch are those of `step`. `quick` shows that it runs, not how
+    fast.
     """
     if name == "step":
         is_gpu = device.type == "cuda"

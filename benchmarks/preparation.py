@@ -249,18 +249,8 @@ def measure_mixing(
 ) -> list[dict[str, Any]]:
     """Count from how many partitions of the sources the images of a shard and of a global batch come.
 
-    Nothing is written: images are counted, all of the same size, and dealt to the buckets at random.
-
-    Args:
-        num_partitions: partitions of the sources.
-        images_per_partition: images of each.
-        image_bytes: of an image.
-        shard_bytes: of a shard.
-        shares: of the buckets.
-        windows: partitions of a window; None is a full shuffle.
-        batch_size: of a global batch.
-        num_steps: global batches, spread over an epoch.
-        seed: of everything.
+    Nothing is written: images are counted, all of the same size, and dealt to buckets of some shares at random. A
+    window is a number of partitions, or None for a full shuffle. Global batches are spread over an epoch.
 
     Returns:
         For each window its partitions and GiB, number of shards, and distinct partitions: of a shard (mean over the

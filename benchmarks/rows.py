@@ -56,13 +56,7 @@ def chosen(rows: Iterable[Row], patterns: Sequence[str]) -> list[Row]:
 
 
 def run_rows(rows: Iterable[Row], machine: dict[str, Any], path: Path) -> None:
-    """Measure the rows that a file lacks, in processes that are forked from this one, which must not have used CUDA.
-
-    Args:
-        rows: In their order.
-        machine: Description that each line carries.
-        path: File of rows, created or continued.
-    """
+    """Measure the rows that a file lacks, in processes that are forked from this one, which must not have used CUDA."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for row in rows:
         found = read_rows(path).get(row.name)

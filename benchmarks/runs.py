@@ -36,11 +36,7 @@ NUM_DIFFERENT = 64
 class ResidentLatents(Dataset):
     """Random latents and token ids that are drawn once; 64 different samples repeat.
 
-    Args:
-        architecture: Whose latents.
-        resolution: Side of the images in pixels.
-        num_chunks: Of captions, whose lengths are random.
-        stores_text: Hold embeddings of the captions, too.
+    Captions have any length up to `num_chunks` chunks; with `stores_text` there are embeddings of them, too.
     """
 
     def __init__(self, architecture: str, resolution: int, *, num_chunks: int = 1, stores_text: bool = False) -> None:
@@ -97,18 +93,7 @@ def run_config(
     callback: str | None = None,
     arguments: dict[str, Any] | None = None,
 ) -> Config:
-    """Load the configuration of a run with random weights.
-
-    Args:
-        architecture: Of the model.
-        resolution: Side of the images in pixels.
-        batch_size: Global.
-        overrides: `key.sub=value`.
-        num_steps: Length.
-        folder: For the run folder.
-        callback: Name of a callback of this file.
-        arguments: Of the callback.
-    """
+    """Load the configuration of a run with random weights, and with a callback of this file if one is named."""
     settings = [
         f"output_folder={folder / 'run'}",
         f"model.architecture={architecture}",
@@ -130,16 +115,7 @@ def build_on_device(config: Config, device: Device) -> ComposerModel:
 
 
 def run_trainer(callback: str, arguments: dict[str, Any], **run: Any) -> dict[str, Any]:
-    """Train, and measure with a callback of this file.
-
-    Args:
-        callback: Name of the class.
-        arguments: Of the callback.
-        run: Of `run_config`.
-
-    Returns:
-        The callback's `result()`.
-    """
+    """Train as `run_config` says, measure with a callback of this file, and return its `result()`."""
     with shared_folder() as folder:
         config = run_config(**run, folder=folder, callback=callback, arguments=arguments)
         trainer = train(config, build_on_device)
@@ -163,11 +139,7 @@ def shared_folder() -> Iterator[Path]:
 
 
 class StepClock(Callback):
-    """Measures blocks of steps, and waits for the device between blocks only.
-
-    Args:
-        block: Steps of a block.
-    """
+    """Measures blocks of `block` steps, and waits for the device between blocks only."""
 
     def __init__(self, block: int) -> None:
         self.block = block
@@ -187,14 +159,8 @@ class StepClock(Callback):
 class Turn(Callback):
     """Makes the first steps, waits for its turn, then times blocks of steps and profiles the last ones.
 
-    Args:
-        ready: File that is written after the first steps.
-        go: File to wait for then.
-        done: File that is written when the device is no longer used.
-        warm_up: Steps between the wait and the first block.
-        num_steps: To be timed.
-        block: Steps of a block.
-        num_profiled: Last steps.
+    It writes the file `ready` after the first steps, waits for the file `go`, makes `warm_up` steps, and writes the
+    file `done` when it no longer uses the device.
     """
 
     FIRST = 2
@@ -290,11 +256,9 @@ def kernels_by_class(events: Sequence[dict[str, Any]], num_steps: int) -> dict[s
 
 
 class Meter(Callback):
-    """Writes the cost of a training process: steps, CPU-seconds and FLOPs; and CPU-seconds at some steps.
+    """Writes the cost of a training process to a JSON file: steps, CPU-seconds and FLOPs; and CPU-seconds of a step.
 
-    Args:
-        path: the file, JSON.
-        calibration: two steps between which the cost of a step is measured.
+    A step's cost is measured between the two steps of `calibration`.
     """
 
     def __init__(self, path: str, calibration: Sequence[int]) -> None:
@@ -342,8 +306,7 @@ PARTS = {
 class PartClock(Callback):
     """Measures the parts of a step, and waits for the device at each of Composer's events, which makes steps slower.
 
-    Args:
-        skip: First steps, which do not count.
+    The first `skip` steps do not count.
     """
 
     def __init__(self, skip: int) -> None:

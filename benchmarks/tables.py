@@ -21,14 +21,9 @@ NOT_MEASURED = "Not measured on a GPU yet: `python -m benchmarks.quarter_hour fi
 
 
 def write_tables(files: Sequence[Path], pages: Sequence[Path]) -> None:
-    """Write the tables of files of rows into pages.
+    """Write the tables of files of rows into pages of Markdown with markers.
 
-    Args:
-        files: Files of rows; a later one replaces rows of the same name and device.
-        pages: Markdown with markers.
-
-    Raises:
-        ConfigurationError: A file does not exist.
+    Of rows of one name and device, that of the last file counts.
     """
     for file in files:
         if not file.is_file():

@@ -13,8 +13,7 @@ from demo.shape_checks import ShapesOracle
 class WrongCaptions:
     """A captioner: the caption of another scene with as many objects for a share of the images, else that they have.
 
-    Args:
-        share: of the images, chosen by their captions.
+    The captions of the images choose the share.
     """
 
     def __init__(self, share: float) -> None:

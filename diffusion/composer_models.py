@@ -42,6 +42,14 @@ class LatentDiffusionTraining(LatentDiffusion, ComposerModel):
 
     validation_streams: Sequence[str] = ()
     validation_bins: Sequence[range] = ()
+    errors: Tensor
+    """Errors of the samples in the last loss, float32 [B]."""
+
+    def sample_errors(self, outputs: Prediction) -> Tensor:
+        """Compute the errors of the samples, and keep them for callbacks, which need not compute them again."""
+        errors = super().sample_errors(outputs)
+        self.errors = errors.detach()
+        return errors
 
     def set_validation_data(self, streams: Sequence[str], samples: Tensor) -> None:
         """Configure the metrics by stream and by timestep, without ranges that no sample of [N] draws."""
@@ -65,13 +73,8 @@ class AutoencoderTraining(ComposerModel):
     """Trains an AutoencoderKL (Kingma and Welling 2014; Rombach et al. 2022, section 3.1).
 
     The weight of the discriminator is fixed, not adapted to the norms of gradients (Esser et al. 2021, equation 7):
-    gradients of a microbatch would make the run depend on its size.
-
-    Args:
-        vae: the trained VAE.
-        config: weights of the terms of the loss.
-        seed: seed of the draws from the posterior.
-        adversarial_start: first step with the discriminator, if there is one.
+    gradients of a microbatch would make the run depend on its size. Training with it begins at step
+    `adversarial_start`. The seed is that of the draws from the posterior.
 
     Raises:
         ConfigurationError: the weights of the perceptual loss are missing.

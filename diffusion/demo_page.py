@@ -157,16 +157,10 @@ def read_login(path: Path) -> tuple[str, str]:
 
 
 def open_page(page: gr.Blocks, host: str, port: int | None, login: tuple[str, str] | None = None) -> str:
-    """Serve the page from a thread, to be ended with `page.close()`.
+    """Serve the page from a thread, to be ended with `page.close()`, and return its address.
 
-    Args:
-        page: the page.
-        host: address to listen on.
-        port: port to listen on; None: the first free one from 7860 on.
-        login: name and password that every visitor has to give; None: anybody on this machine may use the page.
-
-    Returns:
-        Its address.
+    Without a port, it is the first free one from 7860 on. With a login, every visitor has to give its name and
+    password.
 
     Raises:
         ConfigurationError: other machines can reach the address, and there is no login.

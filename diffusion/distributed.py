@@ -117,10 +117,7 @@ def gather(value: T) -> list[T]:
 def map_on_ranks(num: int, step: Callable[[int], T], label: str) -> list[T]:
     """Call a step with 0 to `num` - 1, rank r with r, r + world size, and so on, and fail together; collective.
 
-    Args:
-        num: number of calls.
-        step: returns a result that does not depend on the rank; no collective operation.
-        label: label of the progress bar.
+    The results do not depend on the rank, and the step has no collective operation.
 
     Returns:
         The results in the order of their numbers on the first rank, an empty list on the others.

@@ -59,6 +59,16 @@ def error_context(key: str) -> Iterator[None]:
         raise type(error)(f"{key}: {error}") from error
 
 
+@contextlib.contextmanager
+def explained_writes(what: object, remedy: str = "") -> Iterator[None]:
+    """Report that a file or folder cannot be written, where the block raises an OSError, as a MachineError."""
+    try:
+        yield
+    except OSError as error:
+        advice = f". {remedy}" if remedy else ""
+        raise MachineError(f"{what} cannot be written: {error.strerror or error}{advice}") from error
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its class if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

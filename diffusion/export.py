@@ -25,7 +25,7 @@ from diffusion.config.frozen import FrozenPaths
 from diffusion.config.loading import to_public_yaml
 from diffusion.config.model import ModelConfig
 from diffusion.config.schema import Config, Task
-from diffusion.errors import ConfigurationError, DataError, MachineError, error_context, first_line
+from diffusion.errors import ConfigurationError, DataError, MachineError, error_context, explained_writes, first_line
 from diffusion.evaluation.protocol import Result, table
 from diffusion.files import atomic_path
 from diffusion.formats.data_set import PreparedManifest
@@ -144,7 +144,7 @@ def export(
     if not is_lora:
         trained = _without_ingredients(trained, scores)
     licences = licences or Licences()
-    try:
+    with explained_writes(out, "Choose another folder"):
         out.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(out) as partial:
             if out.suffix == ".safetensors":
@@ -168,8 +168,6 @@ def export(
             else:
                 assert config.model.lora is not None
                 write_lora(partial, trained.part(component), config.model.lora)
-    except OSError as error:
-        raise MachineError(f"{out} cannot be written: {error.strerror or error}. Choose another folder") from error
 
 
 def _without_ingredients(trained: Trained, scores: Mapping[str, float]) -> Trained:

@@ -62,11 +62,7 @@ class Trained:
     """Identities of the frozen parts in training, as far as they are known."""
 
     def check_parts(self, found: Mapping[str, str]) -> None:
-        """Reject other frozen parts than those of the training, given by their identities.
-
-        Raises:
-            ConfigurationError: a part differs.
-        """
+        """Raise a ConfigurationError if frozen parts, given by their identities, are not those of the training."""
         model = self.config.model
         paths = {"pretrained": model.pretrained, "vae": model.vae, "text encoder": model.text_encoder.path}
         used = ", ".join(f"{name} {path}" for name, path in paths.items() if path) or "random weights"
@@ -166,11 +162,7 @@ def load_model(path: str | Path, *, weights: str = "raw", paths: FrozenPaths | N
 
 
 def read_initial(config: InitFromConfig, model: LatentDiffusion) -> dict[str, Tensor]:
-    """Read the initial weights of a model.
-
-    Args:
-        config: their path; the checksums of a checkpoint were verified on this node.
-        model: the model that they are for.
+    """Read the initial weights of a model; the checksums of a checkpoint were verified on this node.
 
     Raises:
         ConfigurationError: there are none, or they are of another network.

@@ -27,10 +27,7 @@ class IndexedDataset(Protocol):
 def build_plugin(plugin: Plugin, key: str, kind: type[Built] = object) -> Built:
     """Import a class or function and call it.
 
-    Args:
-        plugin: import path and arguments.
-        key: its key in the configuration, for messages.
-        kind: required type of the result, or a `runtime_checkable` protocol.
+    The key in the configuration is for messages; the result must have a type, or fit a `runtime_checkable` protocol.
 
     Raises:
         ConfigurationError: there is no such module or name, it does not take these arguments, or its result has another
@@ -90,11 +87,7 @@ def import_plugin(plugin: Plugin, key: str) -> Callable[..., Any]:
 
 
 def check_plugins(config: Config) -> None:
-    """Import all plug-ins of a run without building them.
-
-    Raises:
-        ConfigurationError: all mistakes.
-    """
+    """Import all plug-ins of a run without building them; a ConfigurationError with all mistakes."""
     plugins, groups = config.plugins, {"model.ingredients": config.model.ingredients}
     groups |= {f"plugins.{group}": getattr(plugins, group) for group in ("callbacks", "loggers", "algorithms")}
     named = {f"{group}.{number}": one for group, several in groups.items() for number, one in enumerate(several)}

@@ -75,11 +75,7 @@ def fsdp_config(settings: TrainerConfig) -> ElasticFSDP2Config:
 
 
 def load_smddp() -> None:
-    """Register SageMaker's collectives as a backend of torch.
-
-    Raises:
-        MachineError: they are not installed, or not for this torch.
-    """
+    """Register SageMaker's collectives as a backend of torch; a MachineError if they do not load with this torch."""
     try:
         importlib.import_module("smdistributed.dataparallel.torch.torch_smddp")
     except (ImportError, OSError, RuntimeError) as error:

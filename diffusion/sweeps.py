@@ -127,12 +127,8 @@ def make_points(
 ) -> list[Point]:
     """Make the points of a sweep, and check the configuration of each.
 
-    Args:
-        sweep: the sweep.
-        folder: parent of the run folders; its name is the group of the runs.
-        interpreter: words of the launcher, for `${interpreter}`.
-        overrides: `key.sub=value` for all points.
-        seed: of a random sweep.
+    Run folders lie in the folder, whose name is the group of the runs. `interpreter` replaces `${interpreter}`, the
+    overrides are for all points, and the seed is that of a random sweep.
     """
     points: dict[str, Point] = {}
     for values in choose_values(sweep, seed):

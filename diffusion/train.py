@@ -60,7 +60,7 @@ from diffusion.datasets.dataset import TrainingDataset
 from diffusion.datasets.loader import stop_workers, train_loader, validation_dataset, validation_loader
 from diffusion.datasets.streams import Files
 from diffusion.distributed import agree, broadcast, on_first_rank
-from diffusion.errors import ConfigurationError, MachineError, PreemptedError, error_context
+from diffusion.errors import ConfigurationError, PreemptedError, error_context, explained_writes
 from diffusion.files import write_atomically
 from diffusion.formats.run_folder import CONFIG
 from diffusion.loading import check_objective, read_initial
@@ -98,14 +98,9 @@ AUTOCAST_DTYPES = {Precision.amp_bf16: torch.bfloat16, Precision.amp_fp16: torch
 
 
 def train(config: Config, build: Callable[[Config, Device], ComposerModel] | None = None) -> Trainer:
-    """Train as configured, or continue an earlier start of the same run.
+    """Train as configured, or continue an earlier start of the same run; return the Trainer after the run.
 
-    Args:
-        config: resolved configuration.
-        build: builds the model in place of `build_training_model`; its VAE and text encoder may be random.
-
-    Returns:
-        The Trainer, after the run.
+    `build` builds the model in place of `build_training_model`; its VAE and text encoder may be random.
 
     Raises:
         UserError: on every rank: the configuration, the data or the machine is at fault.
@@ -170,11 +165,7 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
 
 
 def start_ranks(config: Config) -> Device:
-    """Join the process group and seed this rank; return the device that it trains on.
-
-    Raises:
-        UserError: this machine lacks the device, the precision or the collectives.
-    """
+    """Join the process group and seed this rank; return its device. A UserError says what this machine lacks."""
     num_gpus = torch.cuda.device_count()
     ranks = dist.get_local_world_size()
     check_machine(config, num_gpus=num_gpus, bf16_supported=computes_bf16(), local_world_size=ranks)
@@ -209,19 +200,15 @@ def with_absolute_paths(config: Config) -> Config:
 def record_config(folder: Path, config: Config, *, overwrite: bool = True) -> None:
     """Create the run folder and save the resolved configuration in it, on rank 0.
 
-    Without `overwrite` that of an earlier start stays: this start may still fail, or find the run finished.
-
-    Raises:
-        MachineError: it cannot be written.
+    Without `overwrite` that of an earlier start stays: this start may still fail, or find the run finished. A folder
+    that cannot be written is a MachineError.
     """
     if dist.get_global_rank() != 0:
         return
-    try:
+    with explained_writes(f"output_folder={folder}", "Choose another one"):
         folder.mkdir(parents=True, exist_ok=True)
         if overwrite or not (folder / CONFIG).exists():
             write_atomically(folder / CONFIG, to_public_yaml(config))
-    except OSError as error:
-        raise MachineError(f"output_folder={folder} cannot be written: {error.strerror}. Choose another one") from error
 
 
 # Resume or initialise
@@ -270,12 +257,7 @@ def _check_same(found: list[Path | None], source: str) -> None:
 
 
 def build_training_model(config: Config, device: Device, *, is_new: bool = True) -> ComposerModel:
-    """Build the model to train.
-
-    Args:
-        config: of the run.
-        device: of training.
-        is_new: read the initial weights; a checkpoint holds its own.
+    """Build the model to train; a new one reads the initial weights, a checkpoint holds its own.
 
     Raises:
         ConfigurationError: weights are not where the configuration says, or the combination is impossible.
@@ -358,15 +340,7 @@ def prepare_frozen(config: Config, model: LatentDiffusion, device: Device) -> No
 
 
 def build_train_data(config: Config, files: Files | None = None) -> DataSpec:
-    """Open the training data of this rank.
-
-    Args:
-        config: of the run.
-        files: manifests and marks of the streams, if they have been read.
-
-    Raises:
-        UserError: the data is missing, damaged or not what the configuration says.
-    """
+    """Open the training data of this rank; its manifests and marks may have been read."""
     if config.plugins.train_dataset is not None:
         return DataSpec(_plugin_loader(config), get_num_samples_in_batch=num_samples)
     loader = train_loader(

@@ -3,12 +3,11 @@
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from diffusion.config.frozen import add_frozen_paths, frozen_paths
-from diffusion.errors import ConfigurationError, MachineError, error_context
+from diffusion.errors import ConfigurationError, error_context, explained_writes
 from diffusion.launch import CommandParser, choose_device, named_score, positive, run_command
 
 GRID_IMAGES = 128
@@ -63,11 +62,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def read_prompts(arguments: argparse.Namespace) -> list[str]:
-    """Prompts of the options, without blank ones.
-
-    Raises:
-        ConfigurationError: there are none.
-    """
+    """Prompts of the options, without blank ones."""
     from diffusion.evaluation import prompts
 
     if arguments.prompts_file is not None:
@@ -80,12 +75,7 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
 
 
 def rewritten(arguments: argparse.Namespace, prompts: list[str]) -> list[str]:
-    """Prompts by the server of --rewrite, or as they are without it.
-
-    Raises:
-        ConfigurationError: an option is missing, or the server has no such model.
-        MachineError: it does not answer.
-    """
+    """Prompts by the server of --rewrite, or as they are without it."""
     if arguments.rewrite is None:
         for name in ("model", "key", "instructions"):
             if getattr(arguments, f"rewrite_{name}") is not None:
@@ -108,32 +98,13 @@ def rewritten(arguments: argparse.Namespace, prompts: list[str]) -> list[str]:
 
 
 def read_seeds(arguments: argparse.Namespace, num_images: int) -> list[int]:
-    """Seeds of the images.
-
-    Raises:
-        ConfigurationError: --seed is out of range.
-    """
+    """Seeds of the images."""
     from diffusion.models.sampling import image_seeds
 
     try:
         return image_seeds(arguments.seed, num_images)
     except ValueError as error:
         raise ConfigurationError(f"--{error}") from error
-
-
-@contextmanager
-def writing(out: Path) -> Iterator[None]:
-    """Explain errors of the folder for the images.
-
-    Raises:
-        MachineError: the folder cannot be written.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise MachineError(
-            f"--out {out} cannot be written: {error.strerror or error}. Choose another folder"
-        ) from error
 
 
 def main() -> None:
@@ -143,7 +114,8 @@ def main() -> None:
     seeds = read_seeds(arguments, len(prompts))
     device = choose_device(arguments.device)
     out: Path = arguments.out
-    with writing(out):
+    writing = partial(explained_writes, f"--out {out}", "Choose another folder")
+    with writing():
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
@@ -179,14 +151,14 @@ def main() -> None:
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
         assert isinstance(images, list)
-        with writing(out):
+        with writing():
             (out / LISTING).unlink(missing_ok=True)  # Of other images.
             for i, image in enumerate(images, start):
                 save_marked(image, out / f"{i:05d}.png", mark, sign=sign)
                 row = {"file_name": f"{i:05d}.png", "prompt": prompts[i], "seed": seeds[i]}
                 rows.append(row if arguments.rewrite is None else {**row, "rewritten_prompt": texts[i]})
         first_images += images[: GRID_IMAGES - len(first_images)]
-    with writing(out):
+    with writing():
         write_listing(out, rows)
         save_marked(image_grid(first_images, arguments.columns), out / "grid.png", mark, sign=sign)
     print(f"{len(rows)} images in {out}")

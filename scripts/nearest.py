@@ -9,9 +9,10 @@ gets nearest.jsonl, a row per image, and nearest.html, which shows the images be
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
-from diffusion.errors import MachineError
+from diffusion.errors import explained_writes
 from diffusion.launch import CommandParser, choose_device, positive, run_command
 
 
@@ -76,18 +77,15 @@ def main() -> None:
     device = torch.device(choose_device(options.device))
     network = Clip(options.clip, "--clip", local_files_only=True) if options.clip else Pixels()
     config = EvaluationConfig(output_folder=str(options.out), batch_size=64)
-    try:
+    writing = partial(explained_writes, f"--out {options.out}", "Choose another folder")
+    with writing():
         options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MachineError(f"--out {options.out} cannot be made: {error.strerror}. Choose another folder") from error
     comparison = compare(
         image_files([image.path for image in images]), training, validation, network.to(device), config, device,
         num=options.num, quantile=options.quantile,
     )  # fmt: skip
-    try:
+    with writing():
         nearest_report.write_report(options.out, images, training, comparison, num=options.num, name=network.name)
-    except OSError as error:
-        raise MachineError(f"--out {options.out} cannot be written: {error.strerror}. Choose another folder") from error
     if (few := len(validation)) * options.quantile < 1 and options.quantile:
         chance = f"about one in {few + 1} new images is nearer than all of them, and then suspected"
         print(f"only {few} validation images: {chance}", file=sys.stderr)

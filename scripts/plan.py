@@ -13,9 +13,9 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from diffusion.config.checks import is_location
 from diffusion.config.fields import check_sections
@@ -25,7 +25,7 @@ from diffusion.errors import ConfigurationError
 from diffusion.launch import CommandParser, positive, run_command
 
 if TYPE_CHECKING:
-    from diffusion.planning.fleets import Budget, Fleet
+    from diffusion.planning.fleets import Fleet
 
 
 def build_parser() -> CommandParser:
@@ -54,8 +54,6 @@ def build_parser() -> CommandParser:
 
 def main(arguments: Sequence[str]) -> None:
     """Plan and print."""
-    from diffusion.planning.published import HARDWARE_FAILURES, TRAINING_A100_HOURS
-
     parser = build_parser()
     options = parser.parse_intermixed_args(list(arguments))
     if not options.configs:
@@ -64,10 +62,9 @@ def main(arguments: Sequence[str]) -> None:
 
     from diffusion.planning.fleets import Failures, format_budgets, make_budget
 
-    failures = Failures(
-        gpu_hours_between=options.gpu_hours_between_failures or TRAINING_A100_HOURS / HARDWARE_FAILURES,
-        save_seconds=options.save_seconds,
-    )
+    failures = Failures(save_seconds=options.save_seconds)
+    if options.gpu_hours_between_failures:
+        failures = replace(failures, gpu_hours_between=options.gpu_hours_between_failures)
     settings = {
         "failures": failures,
         "storage_per_tb_month": options.storage_price,
@@ -80,13 +77,7 @@ def main(arguments: Sequence[str]) -> None:
     budgets = [make_budget(configs, chosen, **settings) for chosen in choices]
     print(format_budgets(budgets, failures))
     if options.json is not None:
-        options.json.write_text(json.dumps([as_json(budget) for budget in budgets], indent=2) + "\n", encoding="utf-8")
-
-
-def as_json(budget: "Budget") -> dict[str, Any]:
-    """A budget with its sums."""
-    sums = ("name", "days", "gpu_hours", "gpu_cost", "storage_cost", "egress_cost", "cost")
-    return {**{name: getattr(budget, name) for name in sums}, **asdict(budget)}
+        options.json.write_text(json.dumps([asdict(budget) for budget in budgets], indent=2) + "\n", encoding="utf-8")
 
 
 def choose_fleets(words: Sequence[str], configs: Sequence[Config], fleets: "Sequence[Fleet]") -> "list[Fleet]":

@@ -94,11 +94,7 @@ def serve(arguments: argparse.Namespace) -> None:
 
 
 def check_public_url(url: str | None) -> None:
-    """Reject an address that is not that of the page.
-
-    Raises:
-        ConfigurationError: it has another scheme, no host, or a path.
-    """
+    """Reject an address with another scheme, without a host, or with a path."""
     parts = urlsplit(url or "https://none")
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
         raise ConfigurationError(
@@ -107,11 +103,7 @@ def check_public_url(url: str | None) -> None:
 
 
 def read_folders(arguments: list[str]) -> dict[str, Path]:
-    """Folders by the names of the models, from NAME=FOLDER.
-
-    Raises:
-        ConfigurationError: an argument is not of that form, or a name is repeated.
-    """
+    """Folders by the names of the models, from NAME=FOLDER, each name once."""
     folders: dict[str, Path] = {}
     for argument in arguments:
         name, _, folder = argument.partition("=")

@@ -115,22 +115,12 @@ def _check_paths(folder: Path, images: Iterable[Path]) -> None:
 
 @functools.lru_cache(maxsize=64)
 def served_image(path: Path) -> bytes:
-    """Encode an image anew as an RGB PNG: the same pixels, nothing else of the file.
-
-    Raises:
-        DataError: the image cannot be decoded.
-    """
+    """Encode an image anew as an RGB PNG: the same pixels, nothing else of the file; a DataError if it is damaged."""
     return _png(read_image(path))
 
 
 def check_image(kind: int, beside: Path, seed: int) -> bytes:
-    """Make the meaningless image of an attention check as a PNG.
-
-    Args:
-        kind: NOISE or BLANK.
-        beside: image of a model, which has the size.
-        seed: seed of the noise.
-    """
+    """Make the image of an attention check, NOISE or BLANK, as a PNG of the size of a model's image."""
     width, height = read_image(beside).size
     if kind == BLANK:
         return _png(Image.new("RGB", (width, height), (_GREY, _GREY, _GREY)))

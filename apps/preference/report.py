@@ -68,13 +68,8 @@ class Report:
 def make_report(votes: pd.DataFrame, models: Sequence[str], *, max_failed: float = 0.25, seed: int = 17) -> Report:
     """Compute all results.
 
-    Votes on pairs count, of raters who passed their checks; repeats measure consistency only.
-
-    Args:
-        votes: as `Store.votes` returns them.
-        models: their names.
-        max_failed: largest share of failed attention checks of a rater who counts.
-        seed: seed of the bootstrap.
+    Votes on pairs count, of raters who failed at most the share `max_failed` of their attention checks; repeats measure
+    consistency only. The seed is that of the bootstrap.
     """
     votes = preferred_models(votes)
     raters = _raters(votes, max_failed)

@@ -47,13 +47,7 @@ app.jinja_env.trim_blocks = app.jinja_env.lstrip_blocks = True
 
 
 class RateLimit:
-    """Token buckets in memory: each key has `burst` requests, which come back at a rate.
-
-    Args:
-        per_second: the rate.
-        burst: requests at once.
-        clock: seconds.
-    """
+    """Token buckets in memory: each key has `burst` requests, which come back at a rate `per_second`."""
 
     def __init__(self, per_second: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.per_second, self.burst, self._clock = per_second, burst, clock

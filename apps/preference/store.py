@@ -103,10 +103,7 @@ class Presentation:
 
 
 class Store:
-    """The study and its votes. One object may be used by several threads, one file by several processes.
-
-    Args:
-        path: an existing file.
+    """The study and its votes in an existing file. Several threads may use one object, several processes one file.
 
     Raises:
         ConfigurationError: there is no such file, or it is no study.
@@ -218,22 +215,12 @@ class Store:
             return self._presentation(rater, identifier)
 
     def presentation(self, rater: str, identifier: str) -> Presentation:
-        """A presentation of this rater.
-
-        Raises:
-            KeyError: it was not shown to this rater.
-        """
+        """A presentation of this rater; a KeyError if it was not shown to this rater."""
         with self._lock:
             return self._presentation(rater, identifier)
 
     def vote(self, rater: str, identifier: str, *, quality: str, alignment: str) -> bool:
-        """Store a vote; when this returns, it is on the disk.
-
-        Args:
-            rater: the voter.
-            identifier: id of the presentation.
-            quality: one of ANSWERS.
-            alignment: one of ANSWERS.
+        """Store a vote, with one of ANSWERS to each question; when this returns, it is on the disk.
 
         Returns:
             False if the presentation has a vote already, which stays.

@@ -31,7 +31,7 @@ from diffusion.callbacks.step import (
 )
 from diffusion.callbacks.stream_losses import StreamLosses
 from diffusion.checkpointing.resume import CheckpointStorage
-from diffusion.composer_models import AutoencoderTraining
+from diffusion.composer_models import AutoencoderTraining, LatentDiffusionTraining
 from diffusion.config.checks import steps_of
 from diffusion.config.data import Mixing, Representation
 from diffusion.config.loading import to_public_yaml
@@ -43,7 +43,6 @@ from diffusion.distributed import num_cores
 from diffusion.ema.callbacks import LateStartEMA, build_averages
 from diffusion.formats.run_folder import METRICS, SAMPLES, TENSORBOARD
 from diffusion.models import fast
-from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.operations.heartbeats import heartbeat_folder
 from diffusion.operations.utilisation import LoaderSettings
 from diffusion.plugins import build_plugins
@@ -51,11 +50,7 @@ from diffusion.trainer import HostSpeedMonitor
 
 
 def build_loggers(config: Config, folder: Path) -> list[LoggerDestination]:
-    """Build the logger destinations of a run folder, in the order in which they run.
-
-    Raises:
-        ConfigurationError: a plug-in cannot be imported or built.
-    """
+    """Build the logger destinations of a run folder, in the order in which they run."""
     settings, endpoint = config.loggers, config.loggers.prometheus
     metrics = MetricsFile(folder / METRICS) if settings.file else None
     loggers = [
@@ -136,7 +131,7 @@ def _build_task_callbacks(
     """Build the callbacks of a diffusion model or of a VAE; a model of the user's own has none."""
     if isinstance(model, AutoencoderTraining):
         return [SaveAutoencoder(model, statistics_images(config), folder, ema)]
-    if not isinstance(model, LatentDiffusion):
+    if not isinstance(model, LatentDiffusionTraining):
         return []
     callbacks: list[Callback] = []
     settings, streams = config.trainer, config.data.streams

@@ -39,12 +39,9 @@ NUM_SHOWN = 8
 class SaveAutoencoder(Callback):
     """At the end, measure the latents of a data set, and save the VAE with their mean and standard deviation.
 
-    Args:
-        model: the VAE in training.
-        images: this rank's share of the images for the statistics, batches of uint8 [B, 3, height, width].
-        folder: the run folder; the VAE goes to `vae/`, a grid (above originals, below reconstructions) beside it. A VAE
-            of other weights stays, since other runs may name it: the new one goes to `vae-ba500/` then.
-        ema: the average to save, if there is one.
+    The images are this rank's share, batches of uint8 [B, 3, height, width]. The VAE, averaged where there is an
+    average, goes to `vae/` in the run folder, a grid (above originals, below reconstructions) beside it. A VAE of other
+    weights stays, since other runs may name it: the new one goes to `vae-ba500/` then.
     """
 
     def __init__(

@@ -8,7 +8,6 @@ import torch
 from composer import Callback, Logger, State
 from composer.core.precision import get_precision_context
 
-from diffusion.config.data import image_sizes
 from diffusion.config.schema import Config
 from diffusion.config.training import Device
 from diffusion.datasets.batch import SHAPED, BatchKey
@@ -28,7 +27,7 @@ class ParallelCompilation(Callback):
     def __init__(self, config: Config, device: Device) -> None:
         self._sizes = []
         if config.plugins.train_dataset is None:
-            self._sizes = sorted(set(image_sizes(config.data.streams, config.data.resolution)))
+            self._sizes = config.data.known_sizes
         self._compilers: Compilers | None = Compilers(compile_threads(), config.model, config.performance, device)
 
     def before_forward(self, state: State, logger: Logger) -> None:

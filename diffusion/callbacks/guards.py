@@ -73,10 +73,7 @@ class LossGuard(Callback):
             logger.log_metrics({SKIPPED: int(is_skipped)})
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Check the loss of the step, or that of the step before.
-
-        Raises: as `check`.
-        """
+        """Check the loss of the step, or that of the step before, as `check` does."""
         self.check(state)
         loss = state.total_loss_dict[TRAIN_LOSS]
         self._unchecked = state.timestamp.batch.value - 1, loss
@@ -136,13 +133,8 @@ class LossGuard(Callback):
 class BadImageGuard(Callback):
     """List the images that could not be decoded in `bad_images.jsonl`; too many of them end the run on all ranks.
 
-    Each rank collects its own on the host; at an interval the ranks exchange them. An image counts once, also over
-    epochs and starts: the file in the run folder, which rank 0 writes, holds those of earlier ones.
-
-    Args:
-        folder: the run folder.
-        interval: steps between two exchanges.
-        dataset: the training data of this rank.
+    Each rank collects its own on the host; at an interval in steps the ranks exchange them. An image counts once, also
+    over epochs and starts: the file in the run folder, which rank 0 writes, holds those of earlier ones.
     """
 
     def __init__(self, folder: Path, interval: int, dataset: TextImageDataset) -> None:
@@ -151,11 +143,7 @@ class BadImageGuard(Callback):
         """Stream and index of each image in the file; None until it is needed."""
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Exchange at the end of each interval.
-
-        Raises:
-            DataError: on all ranks: too many images are bad.
-        """
+        """Exchange at the end of each interval; a DataError on all ranks if too many images are bad."""
         if state.timestamp.batch.value % self.interval == 0:
             self._exchange(state)
 

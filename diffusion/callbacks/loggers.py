@@ -114,11 +114,7 @@ class WandB(WandBLogger):
         )
 
     def init(self, state: State, logger: Logger) -> None:
-        """Start, on rank 0.
-
-        Raises:
-            MachineError: on every rank: wandb rejects a name or the account.
-        """
+        """Start, on rank 0; a MachineError on every rank if wandb rejects a name or the account."""
         agree(self._start)  # Composer's own `init` asks for `Run.get_url`, which wandb no longer has.
 
     def log_images(

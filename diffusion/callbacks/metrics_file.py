@@ -85,11 +85,8 @@ class MetricsFile(LoggerDestination):
 class StartsFile(LoggerDestination):
     """Write JSON lines on rank 0, `{"event": "start", "step": 5, ...}` and `{"event": "end", "step": 9, ...}`.
 
-    A start without an end was killed; the row of the next start has the last step that it logged, and when.
-
-    Args:
-        folder: the run folder.
-        metrics: the metrics file, if there is one; it comes before this logger.
+    A start without an end was killed; the row of the next start has the last step that it logged, and when. The metrics
+    file, if there is one, comes before this logger.
     """
 
     def __init__(self, folder: Path, metrics: MetricsFile | None) -> None:

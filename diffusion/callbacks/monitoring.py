@@ -23,7 +23,7 @@ from torch._dynamo.callback import callback_handler
 from diffusion.config.operations import OperationsConfig
 from diffusion.datasets.cache import TierCounts, TierMeter
 from diffusion.distributed import USER_ERROR_EXIT_CODE, broadcast, rank
-from diffusion.errors import MachineError, UserError
+from diffusion.errors import MachineError, UserError, explained_writes
 from diffusion.formats.run_folder import BUDGET
 from diffusion.launch import exit_code
 from diffusion.operations import timeouts
@@ -102,19 +102,11 @@ class Heartbeat(Callback):
         self._stacks: IO[str]
 
     def __enter__(self) -> "Heartbeat":
-        """Open the files.
-
-        Raises:
-            MachineError: they cannot be written.
-        """
-        try:
+        """Open the files; a MachineError if they cannot be written."""
+        remedy = "Choose another operations.heartbeat_folder, or null for the run folder"
+        with explained_writes(f"the folder of heartbeats {self.folder}", remedy):
             self._file = HeartbeatFile(self.folder, rank())
             self._stacks = stacks_file(self.folder, rank()).open("w")
-        except OSError as error:
-            raise MachineError(
-                f"heartbeats cannot be written to {self.folder}: {error.strerror}. Choose another "
-                "operations.heartbeat_folder, or null for the run folder"
-            ) from error
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
         callback_handler.register_start_callback(self._start_compilation)
         callback_handler.register_end_callback(self._end_compilation)
@@ -200,12 +192,7 @@ class CostMeter(Callback):
     """Add up the time of this start by kind, on rank 0, and write the sums in each step.
 
     A start that finds the budget spent ends before its first step. `SaveOnPreemption` asks `is_spent` and ends the run.
-
-    Args:
-        run: the run folder.
-        operations: the limits.
-        price: dollars per GPU-hour.
-        utilisation: counts the downloads; it comes before this callback.
+    The price is in dollars per GPU-hour. `Utilisation`, which counts the downloads, comes before this callback.
     """
 
     def __init__(
@@ -261,11 +248,7 @@ class CostMeter(Callback):
         self._write(now)
 
     def end(self, step: int, outcome: str) -> None:
-        """End the run after a step because its budget is spent; to be called by all ranks.
-
-        Raises:
-            BudgetSpentError: always.
-        """
+        """End the run after a step by a BudgetSpentError; to be called by all ranks."""
         reason = broadcast(f"the budget is spent: {self._left()[1]}; {outcome}")
         if dist.get_global_rank() == 0:
             mark_spent(self.run, step, reason)
@@ -405,12 +388,7 @@ class Utilisation(Callback):
 
 
 def _machine_metrics(usages: list[Usage], gpus: list[tuple[float, float] | None]) -> dict[str, float]:
-    """Average over ranks, nodes and GPUs.
-
-    Args:
-        usages: of all ranks.
-        gpus: utilisation and memory of the GPUs of a node, from the first rank of each.
-    """
+    """Average over ranks, nodes and GPUs; those of a node are measured by its first rank."""
     nodes = usages[:: dist.get_local_world_size()]
     metrics = {
         "utilisation/cpu": statistics.fmean(node.cpu for node in nodes),

@@ -64,15 +64,10 @@ class SaveOnPreemption(Callback):
 
     The handler only sets a flag. At each BATCH_CHECKPOINT the ranks start to exchange it and read the exchange of the
     step before, so that all save after the same step, at most two steps after the signal. No evaluation follows. In the
-    last step a signal is ignored.
+    last step a signal is ignored. A spent budget ends the run in the same way. The saver comes before this callback.
 
     Schedulers send SIGTERM to every process of a job. It would end loader workers, and the run with them before it has
     saved, so they are forked with SIGTERM blocked; they end with the run.
-
-    Args:
-        saver: comes before this callback.
-        folder: the run folder, for the marker.
-        meter: knows when the budget is spent, which ends the run in the same way.
     """
 
     def __init__(self, saver: SaveCheckpoints, folder: Path, meter: CostMeter) -> None:

@@ -26,13 +26,7 @@ _LOGGED = {
 
 
 class PrometheusLogger(LoggerDestination):
-    """Serve the newest logged numbers, and what the run folder shows, from the beginning of training to its end.
-
-    Args:
-        settings: port and address.
-        run: the run folder.
-        heartbeats: folder of the heartbeats.
-    """
+    """Serve the newest logged numbers, and what the run folder shows, from the beginning of training to its end."""
 
     def __init__(self, settings: PrometheusConfig, run: Path, heartbeats: Path) -> None:
         self._settings, self._run, self._heartbeats = settings, run, heartbeats
@@ -40,11 +34,7 @@ class PrometheusLogger(LoggerDestination):
         self._server = ExitStack()
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Start the server.
-
-        Raises:
-            MachineError: on all ranks: the address cannot be used.
-        """
+        """Start the server; a MachineError on all ranks if the address cannot be used."""
         is_first = dist.get_global_rank() == 0
         agree(lambda: self._server.enter_context(served(self._settings, self._read)) if is_first else None)
 

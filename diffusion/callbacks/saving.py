@@ -5,15 +5,14 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed
-from composer import Callback, Logger, State
-from composer.callbacks import CheckpointSaver
-from composer.utils import dist, reproducibility
+from composer import Callback, Event, Logger, State
+from composer.utils import create_interval_scheduler, dist, reproducibility
 from torch.distributed.checkpoint.api import CheckpointException
 
 from diffusion.callbacks.guards import LossGuard
@@ -22,7 +21,7 @@ from diffusion.checkpointing.layout import list_checkpoints, remove_checkpoint, 
 from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.checkpointing.save import HostCopy, write_file, write_sharded
 from diffusion.distributed import LONG_TIMEOUT, agree
-from diffusion.errors import MachineError, UserError
+from diffusion.errors import MachineError, UserError, explained_writes
 from diffusion.formats.run_folder import STALL
 from diffusion.trainer import LateLogger
 
@@ -45,7 +44,7 @@ class RunRecord(Callback):
         return {"config": self.config, **({"identities": self.identities} if self._has_begun else {})}
 
 
-class SaveCheckpoints(CheckpointSaver):
+class SaveCheckpoints(Callback):
     """Write a checkpoint at intervals and at the end, and remove older ones, also those of earlier starts of the run.
 
     A checkpoint that cannot be written ends the run, which could not be resumed from there.
@@ -75,30 +74,27 @@ class SaveCheckpoints(CheckpointSaver):
         background: bool = False,
         guard: LossGuard | None = None,
     ) -> None:
-        super().__init__(
-            folder=str(folder),
-            filename="ep{epoch}-ba{batch}.pt",
-            remote_file_name=None,
-            latest_filename=None,
-            latest_remote_file_name=None,
-            save_interval=interval,
-            overwrite=True,
-        )
         self.local, self.remote = folder, remote
         self.newest, self.every, self.guard = newest, every, guard
+        self.last_saved: str | None = None
+        """Path or URI of the checkpoint that was written last."""
+
+        self._is_due = create_interval_scheduler(interval)
+        self._last_step = -1
         self._group: Any = None
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "checkpoint", _take_device) if background else None
         self._host_copy = HostCopy()
         self._pending: concurrent.futures.Future[None] | None = None
 
-    @property
-    def last_saved(self) -> str | None:
-        """Path or URI of the checkpoint that was written last."""
-        return self.saved_checkpoints[-1] if self.saved_checkpoints else None
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        """Write a checkpoint at an interval in steps, samples or fractions of the run, and at the end."""
+        if self._is_due(state, Event.BATCH_CHECKPOINT):
+            self._save(state, logger)
 
-    def state_dict(self) -> dict[str, object]:
-        """Return nothing: the checkpoints are listed from their folder or store."""
-        return {}
+    def epoch_checkpoint(self, state: State, logger: Logger) -> None:
+        """Write a checkpoint at an interval in epochs."""
+        if self._is_due(state, Event.EPOCH_CHECKPOINT):
+            self._save(state, logger)
 
     def save(self, state: State, logger: Logger) -> None:
         """Write a checkpoint of this step, unless there is one, and wait for it. To be called by all ranks.
@@ -106,8 +102,7 @@ class SaveCheckpoints(CheckpointSaver):
         Raises:
             MachineError: on all ranks: it cannot be written.
         """
-        if self.last_checkpoint_batch != state.timestamp.batch:
-            self._save_checkpoint(state, logger)
+        self._save(state, logger)
         self._wait()
 
     def fit_end(self, state: State, logger: Logger) -> None:
@@ -119,7 +114,11 @@ class SaveCheckpoints(CheckpointSaver):
         if self._pending is not None:
             concurrent.futures.wait([self._pending])
 
-    def _save_checkpoint(self, state: State, logger: Logger) -> None:
+    def _save(self, state: State, logger: Logger) -> None:
+        """Write a checkpoint of this step, or begin to; nothing if there is one."""
+        if self._last_step == state.timestamp.batch.value:
+            return
+        self._last_step = state.timestamp.batch.value
         if isinstance(logger, LateLogger):  # The row of the metrics file is part of the checkpoint.
             logger.release()
         if self.guard is not None:
@@ -127,9 +126,8 @@ class SaveCheckpoints(CheckpointSaver):
         start = time.perf_counter()
         self._wait()
         is_sharded = state.fsdp_sharded_state_dict_enabled
-        stem = f"ep{state.timestamp.epoch.value}-ba{state.timestamp.batch.value}"
+        stem = f"ep{state.timestamp.epoch.value}-ba{self._last_step}"
         path = self.local / (stem if is_sharded else f"{stem}.pt")
-        self.last_checkpoint_batch = state.timestamp.batch
         if self._group is None:
             self._group = torch.distributed.new_group(backend="gloo", timeout=LONG_TIMEOUT)
         content = _collect(state, is_sharded)
@@ -141,11 +139,7 @@ class SaveCheckpoints(CheckpointSaver):
         logger.log_metrics({STALL: time.perf_counter() - start})
 
     def _wait(self) -> None:
-        """Wait for the write in the background; on all ranks.
-
-        Raises:
-            MachineError: on all ranks: it cannot be written.
-        """
+        """Wait for the write in the background; on all ranks."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
@@ -153,11 +147,7 @@ class SaveCheckpoints(CheckpointSaver):
     # In the background, if asked for
 
     def _write(self, path: Path, content: dict[str, Any], is_sharded: bool) -> None:
-        """Write, upload and prune; on all ranks.
-
-        Raises:
-            MachineError: on all ranks: it cannot be written.
-        """
+        """Write, upload and prune; on all ranks."""
         is_first = dist.get_global_rank() == 0
         try:
             agree(lambda: _make_room(path) if is_first else None, group=self._group)
@@ -206,8 +196,9 @@ class SaveCheckpoints(CheckpointSaver):
 
     def _prune(self, path: Path) -> None:
         """Remove the checkpoints that a new one supersedes."""
-        self.saved_checkpoints.append(str(path) if self.remote is None else self.remote.uri_of(path.name))
-        location = str(self.local) if self.remote is None else self.remote.uri
+        remote = self.remote
+        self.last_saved = str(path) if remote is None else remote.uri_of(path.name)
+        location = str(self.local) if remote is None else remote.uri
         try:
             damaged = read_damaged(location)
             if path.name in damaged:  # It is written anew.
@@ -215,35 +206,28 @@ class SaveCheckpoints(CheckpointSaver):
                 write_damaged(location, damaged)
             if self.newest is None:
                 return
-            if self.remote is None:
-                for old in self._superseded(list_checkpoints(self.local), self.newest, damaged, is_complete):
-                    log.info("removing %s", old)
+            uploaded = {Path(found.name): found for found in remote.present()} if remote is not None else {}
+
+            def is_whole(one: Path) -> bool:
+                return one.name not in damaged and (uploaded[one].is_complete if uploaded else is_complete(one))
+
+            present = list_checkpoints(self.local) if remote is None else list(uploaded)
+            for old in superseded(present, newest=self.newest, every=self.every, is_whole=is_whole):
+                log.info("removing %s", uploaded.get(old, old))
+                if remote is None:
                     _remove(old)
-                return
-            present = {Path(found.name): found for found in self.remote.present()}
-            for name in self._superseded(list(present), self.newest, damaged, lambda name: present[name].is_complete):
-                log.info("removing %s", present[name])
-                self.remote.remove(present[name])
+                else:
+                    remote.remove(uploaded[old])
         except UserError as error:
             log.warning("older checkpoints cannot be removed: %s", error)
-
-    def _superseded(
-        self, present: Sequence[Path], newest: int, damaged: set[str], is_complete: Callable[[Path], bool]
-    ) -> list[Path]:
-        def is_whole(path: Path) -> bool:
-            return path.name not in damaged and is_complete(path)
-
-        return superseded(present, newest=newest, every=self.every, is_whole=is_whole)
 
 
 def _make_room(path: Path) -> None:
     """Remove a checkpoint of the same name: its index would be beside new shards until these are complete."""
-    try:
+    with explained_writes(f"checkpoint {path}"):
         if path.exists():
             remove_checkpoint(path)
         (path if path.suffix == "" else path.parent).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MachineError(f"checkpoint {path} cannot be written: {error.strerror}") from error
 
 
 def _log_failure(written: concurrent.futures.Future[None]) -> None:

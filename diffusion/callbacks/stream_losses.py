@@ -8,23 +8,18 @@ import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
 
+from diffusion.composer_models import LatentDiffusionTraining
 from diffusion.datasets.batch import BatchKey
-from diffusion.models.latent_diffusion import LatentDiffusion
 
 
 class StreamLosses(Callback):
-    """Log `loss/train/stream/NAME`: the mean loss of the samples of each stream over an interval.
+    """Log `loss/train/stream/NAME`: the mean loss of the samples of each stream over an interval in steps.
 
     Sums and counts stay on the device, where those of all ranks are added at the end of each step. They are part of
     checkpoints, so that a resumed run logs the same numbers on any number of ranks.
-
-    Args:
-        model: the model in training.
-        streams: names of the streams in the order of their numbers.
-        interval: steps between two logs.
     """
 
-    def __init__(self, model: LatentDiffusion, streams: Sequence[str], interval: int) -> None:
+    def __init__(self, model: LatentDiffusionTraining, streams: Sequence[str], interval: int) -> None:
         self.streams, self.interval = list(streams), interval
         self._sums = torch.zeros(2, len(streams), dtype=torch.float64)
         """Sums of this rank in this step."""
@@ -38,11 +33,10 @@ class StreamLosses(Callback):
         """Move the sums to the device."""
         self._sums, self._totals = map(state.device.tensor_to_device, (self._sums, self._totals))
 
-    @torch.no_grad()
     def after_loss(self, state: State, logger: Logger) -> None:
         """Add the errors [B] of a microbatch, and their number, to the sums [2, streams]."""
-        errors, batch = self._model.sample_errors(state.outputs), state.batch  # pyright: ignore[reportArgumentType]
-        of_stream = batch[BatchKey.STREAM] == torch.arange(len(self.streams), device=errors.device)[:, None]
+        errors = self._model.errors
+        of_stream = state.batch[BatchKey.STREAM] == torch.arange(len(self.streams), device=errors.device)[:, None]
         self._sums[0] += (of_stream * errors.double()).sum(dim=1)
         self._sums[1] += of_stream.sum(dim=1)
 

@@ -101,11 +101,9 @@ def find_checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_that_passes(checkpoints: Sequence[T], check: Callable[[T], None]) -> T | None:
-    """Find the newest checkpoint that passes a check; the damaged ones that are skipped are logged.
+    """Find the newest of checkpoints, oldest first, that passes a check; the damaged ones that are skipped are logged.
 
-    Args:
-        checkpoints: oldest first.
-        check: raises a `DataError` for a damaged one.
+    The check raises a `DataError` for a damaged one.
 
     Raises:
         UnsafeCheckpointError: a checkpoint would run code: no other is used in its stead.
@@ -124,10 +122,8 @@ def newest_that_passes(checkpoints: Sequence[T], check: Callable[[T], None]) -> 
 def resolve_checkpoint(location: str) -> Path:
     """Find a checkpoint: itself, or the newest complete one of a run or of its `checkpoints` folder.
 
-    One in an object store is downloaded to `$XDG_CACHE_HOME/diffusion` (by default `~/.cache/diffusion`), once.
-
-    Args:
-        location: path, or `s3://bucket/prefix` of a run's checkpoints or of one of them.
+    One in an object store, `s3://bucket/prefix` of a run's checkpoints or of one of them, is downloaded to
+    `$XDG_CACHE_HOME/diffusion` (by default `~/.cache/diffusion`), once.
 
     Raises:
         ConfigurationError: there is none.
@@ -141,12 +137,7 @@ def resolve_checkpoint(location: str) -> Path:
 def locate_checkpoint(location: str, *, timeout: float) -> Path | RemoteCheckpoint:
     """Find a checkpoint as `resolve_checkpoint` does, without a download.
 
-    Args:
-        location: as there.
-        timeout: seconds for which a store is asked again that does not answer.
-
-    Raises:
-        UserError: as there.
+    A store that does not answer is asked again for `timeout` seconds.
     """
     if is_url(location):
         return _find_remote(location.rstrip("/"), timeout)

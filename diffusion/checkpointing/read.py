@@ -165,11 +165,7 @@ class SafeReader(FileSystemReader):
     """Reads a sharded checkpoint whose index runs no code."""
 
     def read_metadata(self) -> Metadata:
-        """Read the index.
-
-        Raises:
-            DataError: it is damaged, or would run code.
-        """
+        """Read the index; a DataError if it is damaged, or would run code."""
         index = read_index(Path(self.path))
         index.storage_meta = StorageMeta(load_id=self.load_id)
         return index
@@ -273,11 +269,7 @@ def check_bytes(checkpoint: Path) -> None:
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
-    """Read the checksums of a folder's files, by name.
-
-    Raises:
-        DataError: they are missing or damaged.
-    """
+    """Read the checksums of a folder's files, by name; a DataError if they are missing or damaged."""
     path = folder / CHECKSUMS
     try:
         return {str(name): str(entry[CHECKSUM_KIND]) for name, entry in json.loads(path.read_bytes()).items()}
@@ -313,9 +305,6 @@ class StoredState:
 
     Sharded checkpoints and files have the same keys.
 
-    Args:
-        checkpoint: file or folder.
-
     Raises:
         DataError: its index is damaged, or would run code; or the file is.
     """
@@ -332,11 +321,7 @@ class StoredState:
         return [key for key in self._entries if key.startswith(prefix)]
 
     def read(self, keys: Collection[str]) -> dict[str, Any]:
-        """Read entries to the CPU.
-
-        Raises:
-            DataError: an entry is damaged, or would run code.
-        """
+        """Read entries to the CPU; a DataError if one is damaged, or would run code."""
         entries = {key: self._entries[key] for key in keys}
         if not self._checkpoint.is_dir():
             return {key: value.clone() if isinstance(value, Tensor) else value for key, value in entries.items()}

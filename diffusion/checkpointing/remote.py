@@ -61,13 +61,10 @@ class RemoteCheckpoint:
 
 
 class RemoteCheckpoints:
-    """The checkpoints of one run.
+    """The checkpoints of one run at `s3://bucket/prefix`.
 
-    All methods raise a `MachineError` if the store cannot be read or written, or a download not be stored.
-
-    Args:
-        uri: `s3://bucket/prefix`.
-        timeout: seconds for which requests that fail are repeated.
+    Requests that fail are repeated for `timeout` seconds. All methods raise a `MachineError` if the store cannot be
+    read or written, or a download not be stored.
     """
 
     def __init__(self, uri: str, *, timeout: float) -> None:
@@ -83,8 +80,7 @@ class RemoteCheckpoints:
     def check_access(self) -> None:
         """Write and remove a file, repeating requests for `FIRST_CONTACT` seconds at most.
 
-        Raises:
-            DataError: there is no such bucket.
+        A DataError says that there is no such bucket.
         """
         probe = self.uri_of(".access")
         seconds = min(self._access.seconds or FIRST_CONTACT, FIRST_CONTACT)
@@ -113,12 +109,7 @@ class RemoteCheckpoints:
         return [RemoteCheckpoint(uri=self.uri_of(name), files=found[name]) for name in names]
 
     def upload_parts(self, local: Path, files: Sequence[str] | None = None) -> None:
-        """Upload this rank's or this node's files of a sharded checkpoint, all but the last ones.
-
-        Args:
-            local: the checkpoint as it was written.
-            files: names in its folder; None for all that are there.
-        """
+        """Upload files of a sharded checkpoint by their names, or all that are there, but for the last ones."""
         if not local.is_dir():
             return
         names = sorted(path.name for path in local.iterdir()) if files is None else files
@@ -127,11 +118,7 @@ class RemoteCheckpoints:
                 self.upload(local / name, f"{local.name}/{name}")
 
     def find_missing(self, local: Path) -> str | None:
-        """Find a file that the index of a checkpoint names, and that is missing or too short in the store.
-
-        Raises:
-            DataError: the index is damaged.
-        """
+        """Find a file that the index of a checkpoint names, and that is missing or too short in the store."""
         if not local.is_dir():
             return None
         stored = storage.list_files(self.uri_of(local.name), self._access)

@@ -3,10 +3,10 @@
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import yaml
 from composer import Event, Trainer
@@ -31,7 +31,7 @@ from diffusion.config.resumption import Effect, effect_of
 from diffusion.config.schema import Config
 from diffusion.config.secrets import redact
 from diffusion.distributed import agree, local_rank, on_first_rank, rank
-from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.errors import ConfigurationError, DataError, MachineError, explained_writes
 from diffusion.files import write_json
 from diffusion.formats.run_folder import (
     CHECKPOINTS,
@@ -45,6 +45,8 @@ from diffusion.formats.run_folder import (
 from diffusion.storage import is_url
 
 log = logging.getLogger(__name__)
+
+Found = TypeVar("Found", Path, RemoteCheckpoint)
 
 
 @dataclass(frozen=True)
@@ -125,12 +127,24 @@ def _find_local(config: Config, storage: CheckpointStorage) -> Path | None:
     if not config.trainer.autoresume:
         _check_none(folder, present)
         return None
-    newest = newest_that_passes(present, check_checkpoint)
+    newest = _choose(config, storage, str(folder), present, check_checkpoint)
     if newest is not None:
-        _record_damaged(str(folder), [path.name for path in present[present.index(newest) + 1 :]], newest.name)
         check_changes(config, newest, str(newest))
+    return newest
+
+
+def _choose(
+    config: Config, storage: CheckpointStorage, location: str, present: Sequence[Found], check: Callable[[Found], None]
+) -> Found | None:
+    """Choose the newest whole one of the checkpoints in a folder or store; None for a new run."""
+    newest = newest_that_passes(present, check)
+    if newest is not None:
+        _record_damaged(location, [one.name for one in present[present.index(newest) + 1 :]], newest.name)
     elif present:
-        raise _none_is_whole(folder)
+        raise DataError(
+            f"all checkpoints in {location} are damaged, and the run would begin anew. Remove them if that is "
+            "intended, or restore a whole one"
+        )
     else:
         _check_none_elsewhere(config, storage.run)
     return newest
@@ -166,13 +180,6 @@ def _check_none_elsewhere(config: Config, run: Path) -> None:
                 f"trainer.checkpoint_folder={config.trainer.checkpoint_folder or 'null'} holds no checkpoint, but "
                 f"{location} does, and the run would begin anew. Copy them there, or set trainer.checkpoint_folder back"
             )
-
-
-def _none_is_whole(location: Path | str) -> DataError:
-    return DataError(
-        f"all checkpoints in {location} are damaged, and the run would begin anew. Remove them if that is intended, "
-        "or restore a whole one"
-    )
 
 
 def _is_first_of_another_node() -> bool:
@@ -217,17 +224,9 @@ def _download_newest(config: Config, storage: CheckpointStorage, remote: RemoteC
             remove_copy(path)
             raise
 
-    present = remote.present()
-    newest = newest_that_passes(present, check)
+    newest = _choose(config, storage, remote.uri, remote.present(), check)
     if newest is not None:
-        _record_damaged(
-            remote.uri, [checkpoint.name for checkpoint in present[present.index(newest) + 1 :]], newest.name
-        )
         check_changes(config, storage.downloads / newest.name, str(newest))
-    elif present:
-        raise _none_is_whole(remote.uri)
-    else:
-        _check_none_elsewhere(config, storage.run)
     return newest
 
 
@@ -381,14 +380,7 @@ def is_finished(run: Path, step: int) -> bool:
 
 
 def mark_finished(run: Path, step: int) -> None:
-    """Record on rank 0 that nothing is left to do after a step.
-
-    Raises:
-        MachineError: the run folder cannot be written.
-    """
-    if rank() != 0:
-        return
-    try:
-        write_json(run / FINISHED, {"step": step})
-    except OSError as error:
-        raise MachineError(f"{run / FINISHED} cannot be written: {error.strerror}") from error
+    """Record on rank 0 that nothing is left to do after a step; a MachineError if that cannot be written."""
+    if rank() == 0:
+        with explained_writes(run / FINISHED):
+            write_json(run / FINISHED, {"step": step})

@@ -72,10 +72,8 @@ def decide(step: int, loss: float, record: Sequence[Rollback], guard: GuardConfi
 def roll_back(storage: CheckpointStorage, *, keeps_all: bool) -> None:
     """Carry out the rollback that an earlier start has requested, if any. To be called by all ranks.
 
-    Args:
-        storage: the checkpoints of the run.
-        keeps_all: the run never removes checkpoints, so that without one before the limit it begins anew. Else the
-            oldest one stays, though it is after the limit.
+    A run that keeps all checkpoints begins anew without one before the limit. Else the oldest one stays, though it is
+    after the limit.
 
     Raises:
         DataError: the request is damaged.

@@ -37,10 +37,7 @@ class HostCopy:
         self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def update(self, content: Any) -> Any:
-        """Copy a state.
-
-        Args:
-            content: nested dictionaries, lists and tuples of tensors (sharded or not) and other values.
+        """Copy a state: nested dictionaries, lists and tuples of tensors (sharded or not) and other values.
 
         Returns:
             The same with tensors on the CPU that share no memory with the state's; of a sharded tensor, this rank's
@@ -76,10 +73,7 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 def write_sharded(folder: Path, content: dict[str, Any], group: ProcessGroup | None) -> None:
     """Write a sharded checkpoint: each rank its file, then rank 0 the checksums and the index.
 
-    To be called by all ranks of the group.
-
-    Raises:
-        CheckpointException: on all ranks, when one cannot write.
+    To be called by all ranks of the group. When one cannot write, all raise a CheckpointException.
     """
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     # Without a CRC of each tensor, which takes longer than writing it: each file has an xxh64.
@@ -88,12 +82,7 @@ def write_sharded(folder: Path, content: dict[str, Any], group: ProcessGroup | N
 
 
 def write_file(path: Path, content: dict[str, Any]) -> None:
-    """Write a `.pt` checkpoint, which is there entirely or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-        RuntimeError: likewise.
-    """
+    """Write a `.pt` checkpoint, which is there entirely or not at all: an OSError or RuntimeError says why not."""
     with atomic_path(path) as partial, partial.open("wb") as file:
         torch.save(content, file)
 

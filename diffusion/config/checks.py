@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from omegaconf import MISSING
 
-from diffusion.config.data import ImageSize, Representation, group_size, image_sizes, legal_world_sizes, microbatch_size
+from diffusion.config.data import Representation, group_size, image_sizes, legal_world_sizes, microbatch_size
 from diffusion.config.documentation import find_field
 from diffusion.config.fields import CHECK, LocationLimits, parse_time, section_problems
 from diffusion.config.loading import leaves, missing_keys, to_dict
@@ -41,11 +41,7 @@ def weight_locations(config: Config) -> dict[str, str]:
 
 
 def planned_steps(config: Config) -> int:
-    """Length of the run in optimizer steps.
-
-    Raises:
-        ConfigurationError: `trainer.max_duration` is not a number of batches.
-    """
+    """Length of the run in optimizer steps; a ConfigurationError if `trainer.max_duration` is not in batches."""
     time = parse_time(config.trainer.max_duration, "trainer.max_duration")
     if time.unit != "ba":
         raise ConfigurationError(
@@ -224,12 +220,11 @@ def _image_sizes(config: Config, side_factor: int | None) -> Iterator[str]:
 
 def _transformed_sizes(config: Config) -> Iterator[str]:
     """Discriminator and LPIPS have strides that small images do not survive."""
-    settings, streams = config.autoencoder, config.data.streams
+    settings = config.autoencoder
     is_judged = settings.adversarial_weight > 0 or settings.perceptual_weight > 0
     if config.task is not Task.autoencoder or settings.equivariance is None or not is_judged:
         return
-    sizes = image_sizes(streams if isinstance(streams, list) else [], config.data.resolution)
-    side = min((min(size) for size in sizes), default=config.data.resolution)
+    side = min(min(size) for size in config.data.known_sizes)
     if side * settings.equivariance.min_scale < MIN_JUDGED_SIDE:
         yield (
             f"autoencoder.equivariance.min_scale is {settings.equivariance.min_scale}: images of {side} pixels would "
@@ -246,9 +241,7 @@ def _attention_lengths(config: Config, side_factor: int, num_text_tokens: int) -
     )
     if config.task is not Task.diffusion or not config.model.architecture.is_transformer or not is_cudnn:
         return
-    streams = config.data.streams
-    sizes = image_sizes(streams if isinstance(streams, list) else [], config.data.resolution)
-    for size in dict.fromkeys(sizes or [ImageSize(config.data.resolution, config.data.resolution)]):
+    for size in config.data.known_sizes:
         num_tokens = (size.height // side_factor) * (size.width // side_factor)
         for num in config.model.token_counts(num_tokens):
             if (num + num_text_tokens) % 128 == 64:
@@ -291,7 +284,7 @@ def _cuda_graphs(config: Config, world_size: int) -> Iterator[str]:
             f"{start} a second microbatch would overwrite the gradients of the first. Raise "
             "trainer.device_train_microbatch_size, or start more ranks."
         )
-    if isinstance(data.streams, list) and len(set(image_sizes(data.streams, data.resolution))) > 1:
+    if len(data.known_sizes) > 1:
         yield f"{start} data.streams has images of several sizes. Set performance.cuda_graphs=false."
 
 
@@ -308,17 +301,7 @@ def resolve_device(device: Device, num_gpus: int) -> Device:
 
 
 def check_machine(config: Config, *, num_gpus: int, bf16_supported: bool, local_world_size: int = 1) -> None:
-    """Check whether this machine can run a configuration.
-
-    Args:
-        config: the configuration.
-        num_gpus: GPUs of this node.
-        bf16_supported: whether they support bfloat16.
-        local_world_size: ranks on this node.
-
-    Raises:
-        MachineError: lists all problems.
-    """
+    """Raise a MachineError with all problems if this machine, with its GPUs and ranks, cannot run a configuration."""
     is_gpu = resolve_device(config.trainer.device, num_gpus) is Device.gpu
     raise_all(
         MachineError,

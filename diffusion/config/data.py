@@ -140,12 +140,7 @@ def named_size(name: str) -> ImageSize | None:
 
 
 def image_sizes(streams: Sequence[StreamConfig], resolution: int) -> list[ImageSize]:
-    """Size of the images of each stream.
-
-    Args:
-        streams: checked streams, whose `resolution` is two numbers.
-        resolution: `data.resolution`.
-    """
+    """Sizes of the images of streams, whose own `resolution`, if there is one, is two numbers."""
     square = ImageSize(resolution, resolution)
     return [
         ImageSize(*stream.resolution) if stream.resolution else named_size(stream.name) or square for stream in streams
@@ -235,6 +230,17 @@ class DataConfig:
     """Seconds without a batch from a worker after which the run ends with an error. Below `trainer.dist_timeout`: the
     rank whose storage is slow reports it before the collectives of the others end."""
 
+    @property
+    def known_streams(self) -> list[StreamConfig]:
+        """Streams; none while they are missing, as beside a plug-in."""
+        return self.streams if isinstance(self.streams, list) else []
+
+    @property
+    def known_sizes(self) -> list[ImageSize]:
+        """Image sizes of the streams, each once; that of `resolution` without streams."""
+        square = ImageSize(self.resolution, self.resolution)
+        return sorted(set(image_sizes(self.known_streams, self.resolution))) or [square]
+
     def problems(self, key: str) -> Iterator[str]:
         """Describe wrong relations."""
         if self.caption_weights is not None and not any(self.caption_weights[:1]):
@@ -242,11 +248,10 @@ class DataConfig:
                 f"{key}.caption_weights is {self.caption_weights}, but the first caption, which may be the only one, "
                 "needs a weight above 0. Set one, such as 0.01, or null."
             )
-        streams = self.streams if isinstance(self.streams, list) else []
         if isinstance(self.streams, list):
-            yield from _stream_problems(streams, self.remote, f"{key}.streams")
+            yield from _stream_problems(self.streams, self.remote, f"{key}.streams")
         yield from self._representation_problems(key)
-        yield from self._mixing_problems(key, streams)
+        yield from self._mixing_problems(key)
         if self.validate_hash is not None and self.validate_hash not in HASHES:
             yield f"{key}.validate_hash is '{self.validate_hash}', an unknown hash. Use xxh64, or null."
         if self.cache_limit is not None:
@@ -254,7 +259,7 @@ class DataConfig:
                 parse_size(self.cache_limit, f"{key}.cache_limit")
             except ConfigurationError as error:
                 yield str(error)
-            for stream in streams if self.remote is None else []:
+            for stream in self.known_streams if self.remote is None else []:
                 if stream.remote is None:
                     yield (
                         f"{key}.cache_limit is '{self.cache_limit}', but stream '{stream.name}' has no remote: "
@@ -278,7 +283,7 @@ class DataConfig:
                 f"is not the latent of the mirrored image. {remedy}"
             )
 
-    def _mixing_problems(self, key: str, streams: Sequence[StreamConfig]) -> Iterator[str]:
+    def _mixing_problems(self, key: str) -> Iterator[str]:
         size, group = self.global_batch_size, self.group_size
         if self.mixing is Mixing.groups:
             if group is None or size % group:
@@ -289,13 +294,12 @@ class DataConfig:
                 )
         elif group is not None:
             yield f"{key}.group_size is {group}, but {key}.mixing is {self.mixing.value}. Set {key}.group_size=null."
-        if self.mixing is Mixing.mixed and all(len(stream.resolution or [0, 0]) == 2 for stream in streams):
-            sizes = sorted(set(image_sizes(streams, self.resolution)))
-            if len(sizes) > 1:
-                yield (
-                    f"{key}.mixing is mixed, but {key}.streams has images of {', '.join(map(str, sizes))} pixels, and "
-                    f"a batch has one size. Set {key}.mixing=bucket, or {key}.mixing=groups with {key}.group_size."
-                )
+        are_sizes = all(len(stream.resolution or [0, 0]) == 2 for stream in self.known_streams)
+        if self.mixing is Mixing.mixed and are_sizes and len(sizes := self.known_sizes) > 1:
+            yield (
+                f"{key}.mixing is mixed, but {key}.streams has images of {', '.join(map(str, sizes))} pixels, and a "
+                f"batch has one size. Set {key}.mixing=bucket, or {key}.mixing=groups with {key}.group_size."
+            )
 
 
 @dataclass(kw_only=True)
@@ -338,10 +342,7 @@ def legal_world_sizes(global_batch_size: int, unit_size: int = 1) -> list[int]:
 def microbatch_size(data: DataConfig, limit: int | None, world_size: int) -> int:
     """Samples of a forward pass: the largest divisor, up to a limit, of a rank's batch or of a group.
 
-    Args:
-        data: section `data` of the configuration.
-        limit: `trainer.device_train_microbatch_size`; None: no limit.
-        world_size: number of ranks, which divides the batch.
+    The world size divides the batch.
     """
     share = max(1, data.global_batch_size // world_size)
     divisors = legal_world_sizes(group_size(data) if data.mixing is Mixing.groups else share)

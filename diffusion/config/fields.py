@@ -37,12 +37,7 @@ class Time:
     """One of `TIME_UNITS`."""
 
     def in_steps(self, *, num_steps: int, global_batch_size: int) -> float | None:
-        """Convert to optimizer steps; None for epochs, whose length depends on the data.
-
-        Args:
-            num_steps: length of the run in optimizer steps.
-            global_batch_size: samples of one optimizer step.
-        """
+        """Convert to optimizer steps, in a run of `num_steps`; None for epochs, whose length depends on the data."""
         steps = {"ba": 1.0, "sp": 1 / global_batch_size, "dur": num_steps}
         return self.value * steps[self.unit] if self.unit in steps else None
 
@@ -194,11 +189,7 @@ def section_problems(section: Any, key: str = "") -> Iterator[str]:
     """Describe everything that is wrong within a section and the sections below it.
 
     Missing values (`???`) are skipped. Relations between the fields of a section are checked when each field by itself
-    is right.
-
-    Args:
-        section: an instance of a section.
-        key: its dotted key; empty for a whole configuration.
+    is right. The dotted key of the section is empty for a whole configuration.
     """
     own: list[str] = []
     for field in dataclasses.fields(section):
@@ -214,11 +205,7 @@ def section_problems(section: Any, key: str = "") -> Iterator[str]:
 
 
 def check_sections(config: Any) -> None:
-    """Check a configuration section by section.
-
-    Raises:
-        ConfigurationError: lists all problems.
-    """
+    """Raise a ConfigurationError with all problems of a configuration, section by section, if there are any."""
     raise_all(ConfigurationError, list(section_problems(config)))
 
 

@@ -73,11 +73,7 @@ class TokenRoutingConfig(IngredientConfig):
         return num_tokens - int(self.share * num_tokens)
 
     def blocks(self, depth: int) -> range:
-        """Numbers of the skipped blocks of a network of `depth`.
-
-        Raises:
-            ConfigurationError: there are no such blocks.
-        """
+        """Numbers of the skipped blocks of a network of `depth`; a ConfigurationError if there are none."""
         within = all(-depth <= number < depth for number in (self.first, self.last))
         if not within or self.first % depth > self.last % depth:
             raise ConfigurationError(
@@ -148,11 +144,7 @@ class AlignmentConfig(IngredientConfig):
     """Width of the trained projection."""
 
     def block_of(self, depth: int) -> int:
-        """Number of the aligned block of a transformer of `depth` blocks.
-
-        Raises:
-            ConfigurationError: there is no such block.
-        """
+        """Number of the aligned block of a transformer of `depth` blocks; a ConfigurationError if it has none such."""
         block = max(depth // 3 - 1, 0) if self.block is None else self.block
         if block >= depth:
             raise ConfigurationError(f"model.alignment.block is {block} in a transformer of {depth} blocks. Lower it.")

@@ -55,13 +55,7 @@ def load_complete(
     *,
     may_miss: Callable[[str], bool] = lambda key: False,
 ) -> Schema:
-    """Load a YAML file into a dataclass that has all values.
-
-    Args:
-        schema: a dataclass as in `load`.
-        path: a YAML file.
-        overrides: `key.sub=value` strings.
-        may_miss: whether a key may remain without a value (`???`).
+    """Load a YAML file as `load` does into a dataclass that has all values but those of keys that `may_miss` one.
 
     Raises:
         ConfigurationError: a file or an override is wrong, or a value is missing.
@@ -93,12 +87,9 @@ def load(schema: type[Schema], path: str | Path, overrides: Sequence[str] = ()) 
 
 
 def from_dict(schema: type[Schema], values: dict[str, Any], where: str) -> Schema:
-    """Build a dataclass from plain containers, such as the configuration in a checkpoint.
+    """Build a dataclass as `load` does from plain containers, such as the configuration in a checkpoint.
 
-    Args:
-        schema: a dataclass as in `load`.
-        values: result of `to_dict`.
-        where: the origin, for messages.
+    `where` is their origin, for messages.
 
     Raises:
         ConfigurationError: the values do not fit the schema.
@@ -136,14 +127,9 @@ def dump(values: Any) -> str:
 
 
 def missing_keys(config: Any) -> dict[str, str]:
-    """Find missing values.
+    """Find dotted keys whose value is `???` and their meanings, in the order of the schema.
 
-    Args:
-        config: a configuration.
-
-    Returns:
-        Dotted keys whose value is `???` and their meanings, in the order of the schema. A run with
-        `plugins.train_dataset` needs no streams.
+    A run with `plugins.train_dataset` needs no streams.
     """
     keys = [key for key, value in leaves(to_dict(config)) if value == MISSING]
     if isinstance(config, Config) and config.plugins.train_dataset is not None:

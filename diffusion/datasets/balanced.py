@@ -40,18 +40,10 @@ def raw_words(num: int, key: tuple[int, int], address: tuple[int, int, int]) -> 
 
 
 def permutation(num: int, key: tuple[int, int], address: tuple[int, int, int]) -> Integers:
-    """A random permutation of 0 ... num - 1.
+    """A random permutation of 0 ... num - 1, int64; key and address as in `raw_words`.
 
-    Words whose low bits are replaced by their position are sorted: the result does not depend on the sorting
-    algorithm, since no two are equal. Numpy's own shuffles may change from version to version.
-
-    Args:
-        num: length.
-        key: two 64-bit words.
-        address: three 64-bit words.
-
-    Returns:
-        int64 [num].
+    Words whose low bits are replaced by their position are sorted: the result does not depend on the sorting algorithm,
+    since no two are equal. Numpy's own shuffles may change from version to version.
     """
     mask = np.uint64((1 << max(num - 1, 0).bit_length()) - 1)
     words = raw_words(num, key, address)

@@ -58,14 +58,9 @@ class SizeBuckets:
         return [f"{height}x{width}" for height, width in self.sizes]
 
     def indices(self, widths: NDArray[np.integer], heights: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Return the indices of the buckets of upright images, -1 for those that go to none.
+        """Return the indices of the buckets of upright images, -1 for those that go to none: int64 [N].
 
-        Args:
-            widths: integer [N], pixels.
-            heights: integer [N], pixels.
-
-        Returns:
-            int64 [N].
+        Widths and heights [N] are in pixels.
         """
         sizes = np.array(self.sizes)
         shapes, areas = np.log(sizes[:, 1] / sizes[:, 0]), sizes.prod(axis=1)
@@ -135,10 +130,8 @@ def sorted_sizes(sizes: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...
 def lowest_side(name: str) -> int:
     """Return the lowest shorter side in pixels of the images of a bucket of either kind from its folder name.
 
-    Of an aspect-ratio bucket it is that of its size; images that are to be upscaled are smaller.
-
-    Raises:
-        ConfigurationError: it is not the name of a bucket.
+    Of an aspect-ratio bucket it is that of its size; images that are to be upscaled are smaller. Another name is a
+    ConfigurationError.
     """
     if size := named_size(name):
         return min(size)

@@ -276,8 +276,7 @@ _REMEDIES = {
 def read_scores(metadata: Mapping[str, Any], names: Sequence[str]) -> NDArray[np.float32]:
     """Read scores from the metadata of a prepared sample: [S], NaN where one is null.
 
-    Raises:
-        DataError: one is not there, or no number.
+    A score that is not there, or no number, is a DataError.
     """
     values = []
     for name in names:

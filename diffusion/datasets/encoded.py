@@ -105,15 +105,8 @@ def check_encoded(
 ) -> None:
     """Raise a DataError that names all differences if encoded data does not fit a run. What is None is not checked.
 
-    Args:
-        manifest: manifest of the data.
-        where: folder or URL of the stream, which ends with the name of its bucket.
-        size: image size that the run expects.
-        needs_logvar: whether draws from the posterior are wanted.
-        vae_identity: `module_identity` of the run's VAE.
-        tokenizer_identity: identity of the run's tokenizer.
-        text_encoder_identity: `module_identity` of the run's text encoder, where stored embeddings are to be used.
-        score_names: scores that the run is conditioned on.
+    `where` is the stream's folder or URL, which ends with the name of its bucket. The identities are those of the run's
+    parts; that of the text encoder counts where stored embeddings are to be used.
     """
     expected = {
         "resolution": (_shown(manifest.size_of(where.rstrip("/").rpartition("/")[2])), _shown(size)),

@@ -126,7 +126,7 @@ def train_loader(
         cache_limit=None if config.cache_limit is None else parse_size(config.cache_limit, "data.cache_limit"),
     )
     collate_fn = collate
-    if config.mixing is Mixing.groups and len(set(sizes)) > 1:
+    if config.mixing is Mixing.groups and len(config.known_sizes) > 1:
         assert config.group_size is not None
         collate_fn = CollateGroups(config.group_size)
     steps = TrainingSteps(dataset, rank=rank, num_ranks=num_ranks)
@@ -136,9 +136,7 @@ def train_loader(
 class ValidationDataset(Dataset):
     """Validation samples by index: the same at each index for every world size; centre crop and first caption.
 
-    Args:
-        samples: the streams.
-        num_samples: number in all: the first of each stream, in proportion to their samples; None is all.
+    Of `num_samples` in all, or of all without it, each stream gives its first ones, in proportion to its samples.
     """
 
     def __init__(self, samples: TextImageDataset, num_samples: int | None = None) -> None:
@@ -216,11 +214,7 @@ def validation_dataset(
     score_names: Sequence[str] = (),
     files: Files | None = None,
 ) -> ValidationDataset:
-    """Open the validation data, read with the representation and sizes of training (`train_loader`).
-
-    Raises:
-        DataError: streams that are missing, damaged or not what the configuration says.
-    """
+    """Open the validation data, read with the representation and sizes of training, as by `train_loader`."""
     samples = TextImageDataset(
         locations=check_validation_streams(config, data, with_logvar=with_logvar, score_names=score_names, files=files),
         representation=data.representation,

@@ -44,11 +44,7 @@ def licence_of(metadata: Mapping[str, Any]) -> str:
 
 
 def find_folders(config: Config, prepared: Path | None) -> list[Path]:
-    """Local MDS folder of each stream.
-
-    Args:
-        config: the run's configuration.
-        prepared: folder of the buckets of prepared data (`PREPARED/train`); None for the streams themselves.
+    """Local MDS folder of each stream, or of its bucket in a folder of prepared data (`PREPARED/train`), if given.
 
     Raises:
         DataError: a stream is not on this machine.
@@ -69,10 +65,8 @@ def find_folders(config: Config, prepared: Path | None) -> list[Path]:
 def build_order(config: Config, folders: list[Path]) -> GlobalOrder:
     """The order that a run draws its samples in.
 
-    Args:
-        config: the run's configuration.
-        folders: a local MDS folder for each stream, with the stream's samples in the stream's shards: the stream
-            itself, or the prepared data that it was encoded from.
+    The folders, one for each stream, are the streams themselves or the prepared data that they were encoded from: the
+    same samples in the same shards.
 
     Raises:
         DataError: a folder has no index.
@@ -105,16 +99,10 @@ def times_seen(order: GlobalOrder, num_steps: int) -> list[NDArray[np.int32]]:
 def apply_substitutes(
     config: Config, folders: list[Path], counts: list[NDArray[np.int32]], bad: Sequence[BadImage] = ()
 ) -> None:
-    """Count removed and damaged samples at their substitutes, in place.
+    """Count removed and damaged samples, and those that the run could not decode, at their substitutes, in place.
 
     Removals count as if they had been there from the beginning of the run. Marks count wherever they are: beside the
-    streams of the run (images that could not be encoded) and beside the folders.
-
-    Args:
-        config: the run's configuration.
-        folders: as for `build_order`.
-        counts: result of `times_seen`.
-        bad: images that the run could not decode.
+    streams of the run (images that could not be encoded) and beside the folders, which are those of `build_order`.
 
     Raises:
         DataError: the marks of a data set are damaged, or cannot be reached.
@@ -131,16 +119,7 @@ def apply_substitutes(
 
 
 def exposures(config: Config, folders: list[Path], counts: list[NDArray[np.int32]]) -> Iterator[Exposure]:
-    """Look up the samples that were seen, stream by stream, in the order of the data.
-
-    Args:
-        config: the run's configuration.
-        folders: as for `build_order`.
-        counts: result of `times_seen`.
-
-    Raises:
-        DataError: a shard is missing, or has no keys.
-    """
+    """Look up the samples that were seen, by `times_seen`, stream by stream, in the order of the data."""
     with tqdm(total=sum(map(len, counts)), unit=" samples", unit_scale=True, disable=None) as bar:
         for stream, folder, count in zip(config.data.streams, folders, counts, strict=True):
             first = 0

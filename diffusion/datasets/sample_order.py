@@ -586,11 +586,7 @@ class EpochOrder:
 
 
 class RankOrder:
-    """The samples of one rank step by step, computed in stretches of steps; several threads may ask.
-
-    Raises:
-        ConfigurationError: the ranks cannot share a global batch.
-    """
+    """The samples of one rank step by step, computed in stretches of steps; several threads may ask."""
 
     def __init__(self, order: GlobalOrder, *, rank: int, num_ranks: int) -> None:
         self.order = order

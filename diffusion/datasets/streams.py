@@ -75,13 +75,8 @@ def locate_streams(
 ) -> list[StreamLocation]:
     """Join the roots of a data set with its streams.
 
-    Args:
-        root_remote: root of the data set; None where `root_local` holds it.
-        root_local: root on this machine.
-        streams: the streams of the configuration, checked.
-        section: of the configuration: `data` or `validation`.
-        access: attempts and time-out of downloads; endpoint and profile are those of each stream.
-        files: manifests and marks, if they have been read.
+    Without a remote root, the local one holds the data set. Attempts and time-out of downloads are those of `access`;
+    endpoint and profile are those of each stream. `files` are manifests and marks that have been read.
     """
     locations = []
     for stream in streams:
@@ -154,11 +149,7 @@ def _warn_of_another_tool(folder: Path) -> None:
 
 
 def read_files(locations: Iterable[StreamLocation]) -> Files:
-    """Read the manifests and marks above streams, each once, for `locate_streams`.
-
-    Raises:
-        DataError: one cannot be read.
-    """
+    """Read the manifests and marks above streams, each once, for `locate_streams`; a DataError says what fails."""
     files: dict[tuple[str | None, str], Any] = {}
     for location in locations:
         for root, _ in _folders_above(location.source):

@@ -198,17 +198,10 @@ class LateStartEMA(Callback):
 class AverageSnapshots(Callback):
     """Store the power-function averages at intervals and at the end; they are never removed.
 
-    Rank 0 gathers one average at a time, which needs its size in memory. A run that resumes from a checkpoint writes
-    the files of the steps that it repeats again, with the same bytes. With an object store, files are uploaded as
-    `averages/NAME` in the background, and before the next checkpoint is complete there. To be run after the callback
-    that updates the averages.
-
-    Args:
-        ema: holds the averages.
-        folder: the folder of the files.
-        interval: batches between them, counted from the beginning of the run: `5000ba`.
-        dtype: dtype of the stored tensors.
-        remote: the run's checkpoints in an object store; None if they are in a folder.
+    Rank 0 gathers one average at a time, which needs its size in memory. The interval (`5000ba`) counts from the
+    beginning of the run. A run that resumes from a checkpoint writes the files of the steps that it repeats again, with
+    the same bytes. With an object store, files are uploaded as `averages/NAME` in the background, and before the next
+    checkpoint is complete there. To be run after the callback that updates the averages.
     """
 
     def __init__(

@@ -41,11 +41,7 @@ class Item:
 
 
 def read_items(path: Path) -> list[Item]:
-    """Read dpg_bench.csv: a row for each question, with its prompt.
-
-    Raises:
-        ConfigurationError: the file is missing, or in another format.
-    """
+    """Read dpg_bench.csv: a row for each question, with its prompt; a ConfigurationError if that is not possible."""
     rows_by_item: dict[str, list[dict[str, Any]]] = {}
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:

@@ -22,14 +22,13 @@ from diffusion.distributed import (
     on_first_rank,
     start_process_group,
 )
-from diffusion.errors import ConfigurationError, MachineError, error_context
+from diffusion.errors import ConfigurationError, MachineError, error_context, explained_writes
 from diffusion.evaluation import dpg, geneval2
 from diffusion.evaluation.config import EvaluationConfig, ProtocolConfig
 from diffusion.evaluation.generate import (
     EvaluatedModel,
     GenerationTask,
     Generator,
-    explained_writes,
     find_models,
     generate_images,
     load_generator,
@@ -197,14 +196,10 @@ class Evaluation:
         return tasks
 
     def _is_done(self, result: Result, expected: Mapping[str, Protocol | None]) -> bool:
-        """Check that the file of a result has all numbers; on the first rank the result gets those that it has.
+        """Check that the file of a result has all expected numbers; on the first rank the result gets those that it
+        has.
 
-        Args:
-            result: the result without numbers.
-            expected: names of the numbers, and protocols to compare unless None.
-
-        Raises:
-            ConfigurationError: the existing result is of another model or protocol.
+        The protocol of a number is compared unless it is None.
         """
 
         def check() -> bool:
@@ -243,11 +238,7 @@ def write_table(folder: Path) -> None:
 
 
 def open_suites(config: ProtocolConfig, device: torch.device) -> list[Suite[Any]]:
-    """Read the suites of a protocol and load their models.
-
-    Raises:
-        ConfigurationError: a file or a model is missing.
-    """
+    """Read the suites of a protocol and load their models; a ConfigurationError if one is missing."""
     suites: list[Suite[Any]] = []
     if config.compositional is not None:
         suites.append(ObjectChecks.open(config.compositional, device))
@@ -267,11 +258,7 @@ def open_suites(config: ProtocolConfig, device: torch.device) -> list[Suite[Any]
 
 
 def rank_device(device: Device) -> torch.device:
-    """Device of this rank.
-
-    Raises:
-        MachineError: the machine has fewer GPUs than ranks.
-    """
+    """Device of this rank; a MachineError if the machine has fewer GPUs than ranks."""
     num_gpus = torch.cuda.device_count()
     if resolve_device(device, num_gpus) is Device.cpu:
         return torch.device("cpu")

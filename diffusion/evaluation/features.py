@@ -69,10 +69,7 @@ def resized(image: Image.Image, size: int, resize_filter: ResizeFilter, *, of_ce
 
 
 class Inception(nn.Module):
-    """Inception network of FID (Heusel et al. 2017) from torch-fidelity: 2,048 features.
-
-    Args:
-        path: torch-fidelity's file of weights.
+    """Inception network of FID (Heusel et al. 2017) from torch-fidelity, by its file of weights: 2,048 features.
 
     Raises:
         ConfigurationError: torch-fidelity or the file is missing, or the file has other content.
@@ -114,10 +111,7 @@ class Inception(nn.Module):
 class Clip(nn.Module):
     """Image and text encoder of a CLIP model of transformers; of an image it sees the centre square, as in training.
 
-    Args:
-        source: folder or hub name.
-        key: key of the source in the configuration, for messages.
-        local_files_only: read the local cache instead of the hub.
+    The source is a folder or hub name, its key in the configuration is for messages.
 
     Raises:
         ConfigurationError: the model is missing.
@@ -165,12 +159,8 @@ class Clip(nn.Module):
 class RandomFeatures(nn.Module):
     """Small convolutional network with random weights, for demonstrations, tests and images unlike photographs.
 
-    Naeem et al. (2020, section 3.3) find random embeddings useful for images unlike those of pretraining.
-
-    Args:
-        seed: seed of the weights.
-        size: S.
-        width: a quarter of D.
+    Naeem et al. (2020, section 3.3) find random embeddings useful for images unlike those of pretraining. The width is
+    a quarter of D.
     """
 
     def __init__(self, seed: int = 0, size: int = 64, width: int = 16) -> None:
@@ -195,10 +185,8 @@ def _random_network(width: int) -> nn.Sequential:
 def load_networks(
     config: NetworksConfig, metrics: Sequence[Metric], device: torch.device
 ) -> dict[Metric, FeatureNetwork]:
-    """Load the network of each metric; metrics with the same weights share one.
-
-    Raises:
-        ConfigurationError: weights are missing.
+    """Load the network of each metric; metrics with the same weights share one. Missing weights are a
+    ConfigurationError.
     """
     loaded: dict[str | None, FeatureNetwork] = {}
     networks = {}
@@ -222,13 +210,6 @@ def extract_features(
     network: FeatureNetwork, images: Images, config: EvaluationConfig, device: torch.device, label: str
 ) -> Array | None:
     """Compute the features of a set; collective. The batches are the same for each number of ranks.
-
-    Args:
-        network: network on the device of this rank.
-        images: the images.
-        config: batch size, number of threads and resize filter.
-        device: device of the network.
-        label: label of the progress bar.
 
     Returns:
         float32 [N, D] in the order of the images on the first rank; None on others.

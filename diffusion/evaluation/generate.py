@@ -6,8 +6,7 @@ to the bit on one kind of machine. Another batch size changes rounding errors. A
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from diffusion.config.frozen import FrozenPaths
 from diffusion.config.model import Sampler
 from diffusion.distributed import barrier, is_first_rank, on_first_rank, rank, world_size
 from diffusion.ema.posthoc import AVERAGE_SUFFIX
-from diffusion.errors import ConfigurationError, DataError, MachineError, UserError, first_line
+from diffusion.errors import ConfigurationError, DataError, UserError, explained_writes, first_line
 from diffusion.evaluation.config import SamplingConfig
 from diffusion.evaluation.prompts import Prompt, write_listing
 from diffusion.evaluation.protocol import content_hash, difference
@@ -66,11 +65,7 @@ class Generator(ABC):
     device: torch.device
 
     def sampler(self, sampling: SamplingConfig) -> Sampler:
-        """Sampler of a configuration.
-
-        Raises:
-            ConfigurationError: it does not fit the noise schedule.
-        """
+        """Sampler of a configuration; a ConfigurationError if it does not fit the noise schedule."""
         try:
             return choose_sampler(self.noise_scheduler, sampling.sampler)
         except ValueError as error:
@@ -79,8 +74,7 @@ class Generator(ABC):
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
         """Channels, height and width of the latents of an image, whose size is in pixels.
 
-        Raises:
-            ConfigurationError: a side is not a multiple of `side_factor`.
+        Sides that are not multiples of `side_factor` are a ConfigurationError.
         """
         if height % self.side_factor or width % self.side_factor:
             raise ConfigurationError(
@@ -153,9 +147,7 @@ class CheckpointGenerator(Generator):
 class PipelineGenerator(Generator):
     """Generator from a text-to-image pipeline of diffusers, with the samplers of this package.
 
-    Args:
-        folder: Stable Diffusion, SDXL, PRX or PRXPixel in the diffusers layout.
-        device: device of the pipeline.
+    The folder holds Stable Diffusion, SDXL, PRX or PRXPixel in the diffusers layout.
 
     Raises:
         ConfigurationError: the pipeline cannot be loaded.
@@ -237,11 +229,9 @@ def _load_pipeline(folder: Path) -> Any:
 
 
 def find_models(source: str, weights: Sequence[str]) -> list[EvaluatedModel]:
-    """Find the models to evaluate.
+    """Find the models to evaluate, by `EvaluationConfig.model` and `EvaluationConfig.weights`.
 
-    Args:
-        source: as `EvaluationConfig.model`.
-        weights: as `EvaluationConfig.weights`; unused for a pipeline or a file of averaged weights.
+    A pipeline, or a file of averaged weights, has one kind of weights.
 
     Raises:
         ConfigurationError: there is no model.
@@ -333,13 +323,7 @@ def addressed_latents(
 
 
 def generate_images(generator: Generator, task: GenerationTask, folder: Path, label: str) -> list[Path]:
-    """Generate the missing images of a folder; collective. All ranks must see the folder.
-
-    Args:
-        generator: generator on the device of this rank.
-        task: the images.
-        folder: folder for the images of this task only.
-        label: label of the progress bar.
+    """Generate the missing images of a folder that is for this task only; collective. All ranks must see the folder.
 
     Returns:
         The files in the order of the images.
@@ -382,15 +366,6 @@ def _open_folder(folder: Path, record: dict[str, Any]) -> None:
     with explained_writes(folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / GENERATION, record)
-
-
-@contextmanager
-def explained_writes(path: Path) -> Iterator[None]:
-    """Report an error in writing a file or folder as a MachineError."""
-    try:
-        yield
-    except OSError as error:
-        raise MachineError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def _write_listing(folder: Path, task: GenerationTask, files: Sequence[Path]) -> None:

@@ -43,11 +43,7 @@ class Item:
 
 
 def read_items(path: Path) -> list[Item]:
-    """Read geneval2_data.jsonl: a JSON object a line with `prompt`, `atom_count`, `vqa_list` and `skills`.
-
-    Raises:
-        ConfigurationError: the file is missing, or a line is in another format.
-    """
+    """Read geneval2_data.jsonl: a JSON object a line with `prompt`, `atom_count`, `vqa_list` and `skills`."""
     return read_json_items(path, "protocol.geneval2.path", _item, "GenEval 2")
 
 

@@ -32,11 +32,7 @@ NUM_PIXELS = 256 * 28 * 28
 
 
 class RewardModel:
-    """Scores of images for their prompts.
-
-    Args:
-        folder: folder of the model, with `WEIGHTS` and `INSTRUCTION`.
-        device: device of the model.
+    """Scores of images for their prompts, by the model in a folder with `WEIGHTS` and `INSTRUCTION`.
 
     Raises:
         ConfigurationError: a file is missing, or has other content.

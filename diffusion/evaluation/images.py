@@ -26,12 +26,7 @@ SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 
 @dataclass(frozen=True)
 class Images:
-    """Images by number.
-
-    Args:
-        num: number of images.
-        read: reads an RGB image; raises a DataError if it cannot be decoded.
-    """
+    """Images by number; `read` returns an RGB image, or raises a DataError if it cannot be decoded."""
 
     num: int
     read: Callable[[int], Image.Image]
@@ -49,19 +44,14 @@ def image_files(files: Sequence[Path]) -> Images:
 
 
 def read_image(file: Path) -> Image.Image:
-    """Read an image file as RGB.
-
-    Raises:
-        DataError: it cannot be decoded.
-    """
+    """Read an image file as RGB; a DataError if it cannot be decoded."""
     return _decode(file.read_bytes(), str(file))
 
 
 def smallest_hashes(names: Iterable[str], num: int | None) -> list[int]:
     """Choose `num` names with the smallest SHA-256, an unbiased choice; return their numbers in order.
 
-    Raises:
-        ConfigurationError: there are fewer than `num` names.
+    Fewer names are a ConfigurationError.
     """
     if num is None:
         return [i for i, _ in enumerate(names)]
@@ -83,10 +73,7 @@ def list_images(folder: Path) -> list[Path]:
 
 
 class PreparedSamples:
-    """Samples of the MDS folders of a prepared data set that may be used, by number. Not thread-safe.
-
-    Args:
-        root: the data set, or a split or bucket of it.
+    """Samples that may be used of a prepared data set, or of a split or bucket of it, by number. Not thread-safe.
 
     Raises:
         DataError: an index or the marks of removed samples are damaged.
@@ -133,11 +120,7 @@ class PreparedSamples:
             return decode(self._unpacked[1][inside])
 
     def keyed_image(self, number: int) -> tuple[str, Image.Image]:
-        """Read the key and the image, RGB, of a sample.
-
-        Raises:
-            DataError: the data set has no images, or it is damaged.
-        """
+        """Read the key and the image, RGB, of a sample; a DataError if the data set has none, or is damaged."""
         sample = self.sample(number, ["image", "key"])
         if "image" not in sample:
             raise DataError("the data set has no images (is it encoded?): give the prepared one")
@@ -145,11 +128,7 @@ class PreparedSamples:
         return key, _decode(sample["image"], f"sample {key}", self.convert_to_srgb)
 
     def captions(self, number: int) -> list[str] | None:
-        """Captions of a sample, read without its image; None where the data set has none.
-
-        Raises:
-            DataError: the shard is missing or damaged.
-        """
+        """Captions of a sample, read without its image; None where the data set has none."""
         at, inside = self._locate(number)
         folder, shard, _ = self._shards[at]
         if "captions" not in shard.format.names:

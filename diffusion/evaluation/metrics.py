@@ -52,10 +52,7 @@ DISTANCES = {
 class Metrics:
     """Computes the metrics of an evaluation, with its reference set opened and networks loaded.
 
-    Args:
-        config: configuration of the evaluation.
-        device: device of the networks of this rank.
-        cache: folder with features of reference sets.
+    Features of reference sets are kept in the folder `cache`.
 
     Raises:
         ConfigurationError: the reference set or a network is missing.
@@ -87,12 +84,7 @@ class Metrics:
         return metric.value
 
     def protocols(self, images: Mapping[str, Any], prompts: Sequence[Prompt]) -> dict[str, Protocol]:
-        """Protocol of each number.
-
-        Args:
-            images: record of the images.
-            prompts: prompts of the images, for the metrics of prompts.
-        """
+        """Protocol of each number, of images with a record, whose prompts are for the metrics of prompts."""
         found = {}
         for metric in self.config.protocol.metrics:
             name = self.name(metric)
@@ -117,12 +109,7 @@ class Metrics:
     def compute(
         self, image_set: Images, prompts: Sequence[Prompt] | None, images: Mapping[str, Any]
     ) -> dict[str, Number]:
-        """Compute all numbers; collective.
-
-        Args:
-            image_set: the images.
-            prompts: prompt of each image, for the metrics of prompts.
-            images: record of the images.
+        """Compute all numbers of images with a record, and with a prompt each for the metrics of prompts; collective.
 
         Returns:
             Numbers by name on the first rank; an empty dictionary on others.

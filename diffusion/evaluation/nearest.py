@@ -8,7 +8,8 @@ Shape letters: N queries, M references, D width of a feature, K nearest referenc
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -34,11 +35,7 @@ _QUERIES = 1024
 
 
 class Pixels:
-    """Reduced pixels, less the mean of each channel: a feature without weights that finds copies.
-
-    Args:
-        size: S.
-    """
+    """Reduced pixels, less the mean of each channel: a feature without weights that finds copies."""
 
     def __init__(self, size: int = 32) -> None:
         self.name, self.identity, self.size = f"pixels-{size}", "", size
@@ -115,20 +112,20 @@ class Comparison:
     quantile: float
     """Share of the validation images that would be suspected by their distance, and by their hash, at most."""
 
-    min_distance: float = field(init=False)
-    """A nearer image is a suspected copy."""
-
-    max_bits: int = field(init=False)
-    """An image whose perceptual hash differs in as many bits at most is a suspected copy; -1 where validation images
-    have such hashes, too, as those of plain drawings."""
-
-    def __post_init__(self) -> None:
+    @cached_property
+    def min_distance(self) -> float:
+        """A nearer image is a suspected copy."""
         ascending = np.sort(distances(self.validation))
         rank = min(max(int(self.quantile * (len(ascending) + 1)), 1), len(ascending))
-        object.__setattr__(self, "min_distance", float(ascending[rank - 1]))
+        return float(ascending[rank - 1])
+
+    @cached_property
+    def max_bits(self) -> int:
+        """An image whose perceptual hash differs in as many bits at most is a suspected copy; -1 where validation
+        images have such hashes, too, as those of plain drawings."""
         bits = np.array([min(near.bits for near in row) for row in self.validation])
         shares = [float(np.mean(bits <= limit)) for limit in range(MAX_BITS + 1)]
-        object.__setattr__(self, "max_bits", sum(share <= self.quantile for share in shares) - 1)
+        return sum(share <= self.quantile for share in shares) - 1
 
     def is_copy(self, near: Neighbour) -> bool:
         """Check if an image is a suspected copy of its neighbour."""
@@ -157,15 +154,8 @@ def compare(
 ) -> Comparison:
     """Compare the centre squares of images and of a data set's training images; removed samples are left out.
 
-    Args:
-        images: the images, one or more.
-        training: one or more samples.
-        validation: images like those of training that were not trained on, one or more.
-        network: network on the device.
-        config: batch size, number of threads and resize filter.
-        device: device of the network.
-        num: K.
-        quantile: quantile of the validation images' distances below which an image is a suspected copy.
+    Validation images are like those of training, and were not trained on. Below the quantile of their distances an
+    image is a suspected copy. Each of the three sets has one image or more. The network is on the device.
 
     Raises:
         ConfigurationError: validation images are among the training images.

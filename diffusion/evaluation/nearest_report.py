@@ -31,12 +31,7 @@ _SIDE = 160
 
 
 def open_images(folder: Path) -> list[ListedImage]:
-    """List the images of a folder: those of its listing with their prompts, or all without a listing.
-
-    Raises:
-        ConfigurationError: there are none.
-        DataError: the listing is invalid.
-    """
+    """List the images of a folder: those of its listing with their prompts, or all without a listing."""
     listed = read_listing(folder)
     found = [ListedImage(path, "") for path in list_images(folder)] if listed is None else listed
     if not found:
@@ -67,11 +62,7 @@ def find_data(folder: Path) -> Path:
 
 
 def open_training(data: Path) -> PreparedSamples:
-    """Open the training images of a prepared data set.
-
-    Raises:
-        DataError: there are none.
-    """
+    """Open the training images of a prepared data set; a DataError if there are none."""
     samples = PreparedSamples(data / SPLITS[0])
     if not len(samples):
         raise DataError(f"{data / SPLITS[0]} has no samples: prepare the data anew")
@@ -81,9 +72,7 @@ def open_training(data: Path) -> PreparedSamples:
 def open_validation(data: Path, given: Path | None) -> Images:
     """Open the validation images: the split of a prepared data set, or those of a given folder.
 
-    Args:
-        data: folder of the prepared data set.
-        given: folder of images, of a prepared data set (its validation split, or else all of it) or of a split.
+    The folder is one of images, of a prepared data set (its validation split, or else all of it) or of a split.
 
     Raises:
         ConfigurationError: there are none.
@@ -107,15 +96,9 @@ def open_validation(data: Path, given: Path | None) -> Images:
 def write_report(
     out: Path, images: Sequence[ListedImage], training: PreparedSamples, comparison: Comparison, *, num: int, name: str
 ) -> None:
-    """Write `nearest.jsonl` and `nearest.html`, each atomically.
+    """Write `nearest.jsonl` and `nearest.html` into a folder, each atomically.
 
-    Args:
-        out: folder of the files, which exists.
-        images: the images that were compared.
-        training: the training images that they were compared with.
-        comparison: its result.
-        num: neighbours of an image that are listed, beside those that it may be a copy of.
-        name: name of the features.
+    For each image `num` neighbours are listed, and those that it may be a copy of. `name` is that of the features.
     """
     listed = [
         [near for i, near in enumerate(row) if i < num or comparison.is_copy(near)] for row in comparison.neighbours

@@ -197,11 +197,7 @@ def _beyond(offset: float, margin: float) -> float:
 
 
 def read_checks(path: Path) -> list[Check]:
-    """Read a file of GenEval: one JSON object a line with `prompt`, `tag`, `include` and `exclude`.
-
-    Raises:
-        ConfigurationError: the file is missing, or a line is invalid.
-    """
+    """Read a file of GenEval: one JSON object a line with `prompt`, `tag`, `include` and `exclude`."""
     return read_json_items(path, "protocol.compositional.suite", _check, "GenEval")
 
 
@@ -231,11 +227,7 @@ class ObjectChecks(Suite[Check]):
 
     @classmethod
     def open(cls, config: CompositionalConfig, device: torch.device) -> "ObjectChecks":
-        """Read the checks and load the detector.
-
-        Raises:
-            ConfigurationError: a file, the plug-in or the detector is missing.
-        """
+        """Read the checks and load the detector; a ConfigurationError if one is missing."""
         key = "protocol.compositional.suite"
         if config.suite == "shapes":
             raise ConfigurationError(f"{key}=shapes: these checks moved to the demo, write demo.shape_checks.shapes")

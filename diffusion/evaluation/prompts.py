@@ -163,21 +163,12 @@ class ListedImage(NamedTuple):
 
 
 def write_listing(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write the listing of a folder atomically.
-
-    Args:
-        folder: folder of the images.
-        rows: `file_name`, `prompt` and further metadata of each image.
-    """
+    """Write the listing of a folder atomically: `file_name`, `prompt` and further metadata of each image."""
     write_atomically(folder / LISTING, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read_listing(folder: Path) -> list[ListedImage] | None:
-    """Read the listing of a folder, or return None if there is none.
-
-    Raises:
-        DataError: a line is invalid, or its image is missing.
-    """
+    """Read the listing of a folder, None without one; a DataError if a line is invalid, or its image missing."""
     path = folder / LISTING
     if not path.is_file():
         return None

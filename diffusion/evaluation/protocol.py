@@ -146,11 +146,7 @@ def read_results(folders: Sequence[Path]) -> list[Result]:
 
 
 def check_one_protocol(results: Sequence[Result]) -> None:
-    """Reject numbers of one name with different protocols.
-
-    Raises:
-        ConfigurationError: names the number and the difference.
-    """
+    """Raise a ConfigurationError that names the difference if numbers of one name have different protocols."""
     first: dict[str, tuple[Result, Protocol]] = {}
     for result in results:
         for name, number in result.numbers.items():
@@ -165,8 +161,7 @@ def check_one_protocol(results: Sequence[Result]) -> None:
 def table(results: Sequence[Result]) -> str:
     """Markdown table of results, one row each; and one table for each number by category of prompts, if there are any.
 
-    Raises:
-        ConfigurationError: the protocols differ.
+    Results of different protocols are a ConfigurationError.
     """
     check_one_protocol(results)
     names = list(dict.fromkeys(name for result in results for name in result.numbers))

@@ -61,11 +61,7 @@ class Suite(ABC, Generic[AnyItem]):
         """Values of the numbers, from the item and the judgement of each image."""
 
     def protocols(self, images: Mapping[str, Any]) -> dict[str, NumberProtocol]:
-        """Protocol of each number.
-
-        Args:
-            images: record of the images.
-        """
+        """Protocol of each number, with the record of the images."""
         protocol = {"version": VERSION, **self.record(), "images": dict(images)}
         return {name: dict(protocol) for name in self.names()}
 
@@ -99,13 +95,9 @@ class Suite(ABC, Generic[AnyItem]):
 
 
 def read_json_items(path: Path, key: str, parse: Callable[[Any], AnyItem], kind: str) -> list[AnyItem]:
-    """Read the items of a suite from a file with one JSON object a line.
+    """Read the items of a suite, each parsed from a JSON object on a line of its own.
 
-    Args:
-        path: the file.
-        key: key of the file in the configuration.
-        parse: returns the item of an object.
-        kind: name of the format, for messages.
+    The key of the file in the configuration, and the kind, the name of its format, are for messages.
 
     Raises:
         ConfigurationError: the file is missing or empty, or a line is in another format.

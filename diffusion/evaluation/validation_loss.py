@@ -25,13 +25,9 @@ CAPTION_KEYS = frozenset({BatchKey.TOKEN_IDS, BatchKey.TEXT_EMBEDDING, BatchKey.
 
 
 def validation_losses(evaluated: EvaluatedModel, generator: Generator) -> dict[str, Number]:
-    """Compute the mean squared error on the run's validation data; collective.
+    """Compute the mean squared error of a checkpoint on the run's validation data; collective.
 
     Data, noise and timesteps of each sample are those of the run's own validation. This machine must reach the data.
-
-    Args:
-        evaluated: a checkpoint.
-        generator: its model.
 
     Returns:
         `validation_loss`, and below it the means by stream and by tenths of the timesteps, on the first rank; an empty
@@ -90,12 +86,7 @@ def validation_losses(evaluated: EvaluatedModel, generator: Generator) -> dict[s
 
 
 def open_validation_data(config: Config, model: LatentDiffusion) -> ValidationDataset:
-    """Open the validation data of a run.
-
-    Raises:
-        ConfigurationError: the run has none.
-        DataError: the data is missing or damaged.
-    """
+    """Open the validation data of a run; a ConfigurationError if it has none."""
     if config.validation is None:
         raise ConfigurationError("the run has no validation data (validation)")
     config.data.num_workers = 0
@@ -114,12 +105,8 @@ def measure_caption_use(
 ) -> dict[str, list[float]]:
     """Measure the validation loss with true captions, and with captions shifted by half the set.
 
-    Noise and timesteps of a sample are the same for both, and depend on the seed.
-
-    Args:
-        model: the model.
-        batches: batches of the validation loader on any device, each with images of one size.
-        seeds: evaluation seeds.
+    Noise and timesteps of a sample are the same for both, and depend on the seed. The batches, of the validation
+    loader, have images of one size each.
 
     Returns:
         Losses with `true` captions, and with the `shuffled` ones of other samples, one of each per seed.

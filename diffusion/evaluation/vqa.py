@@ -33,11 +33,7 @@ class Vqa(Protocol):
 
 
 class VisionLanguageModel:
-    """A chat model of transformers that sees images, such as Qwen3-VL.
-
-    Args:
-        folder: a folder in the layout of transformers, with a chat template.
-        device: device of the model.
+    """A chat model of transformers that sees images, such as Qwen3-VL, from a folder with a chat template.
 
     Raises:
         ConfigurationError: the folder has no such model.

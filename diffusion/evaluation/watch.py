@@ -60,11 +60,7 @@ STEP = "trainer/step"
 
 
 def watch(config: EvaluationConfig) -> None:
-    """Evaluate the checkpoints of runs until they are finished; collective.
-
-    Args:
-        config: configuration whose `model` or `runs` are run folders, their `checkpoints` folders, or
-            `s3://bucket/prefix`.
+    """Evaluate the checkpoints of `model` or `runs` until the runs are finished; collective.
 
     Raises:
         UserError: on every rank, for errors of the configuration, the data or the machine.
@@ -193,8 +189,7 @@ class LedgerEntry:
 def read_ledger(folder: Path, run: str, known: Mapping[str, LedgerEntry] | None = None) -> dict[str, LedgerEntry]:
     """Read the entries of a ledger by the names of checkpoints (`ep0-ba100`), except for those that are known.
 
-    Raises:
-        DataError: the ledger is of another run.
+    The ledger of another run is a DataError.
     """
     entries = dict(known or {})
     for path in folder.glob("*.json"):
@@ -212,9 +207,7 @@ def read_ledger(folder: Path, run: str, known: Mapping[str, LedgerEntry] | None 
 class WatchedRun:
     """A run, what is recorded of it in its output folder, and its checkpoints to evaluate; for the first rank.
 
-    Args:
-        uri: as `EvaluationConfig.model`.
-        folder: the output folder, shared by all watchers of the run.
+    The location is as in `EvaluationConfig.model`; all watchers of the run share the output folder.
     """
 
     def __init__(self, uri: str, folder: Path) -> None:
@@ -274,12 +267,9 @@ class WatchedRun:
         return self._applicants[name]
 
     def record(self, name: str, skipped: str | None, config: Config | None) -> None:
-        """Record a checkpoint in the ledger.
+        """Record a checkpoint in the ledger, with the reason if it was skipped.
 
-        Args:
-            name: the checkpoint.
-            skipped: why it was skipped.
-            config: configuration of the run; None if the checkpoint was removed or is damaged.
+        A checkpoint that was removed or is damaged has no configuration.
         """
         step = step_of(name)
         entry = LedgerEntry(
@@ -320,9 +310,7 @@ class WatchedRun:
 def locate(uri: str) -> tuple[Path | None, str]:
     """Find the folder of a run, if it is known, and the location of its checkpoints.
 
-    Args:
-        uri: run folder, `checkpoints` folder, or `s3://bucket/prefix`. The `trainer.checkpoint_folder` of a run folder
-            is followed. A folder need not exist yet.
+    The `trainer.checkpoint_folder` of a run folder is followed. A folder need not exist yet.
     """
     if is_url(uri):
         return None, uri

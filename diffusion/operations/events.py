@@ -49,12 +49,8 @@ class EventKind(str, Enum):
 class EventLog:
     """Writes events, and posts them in the background; failures of the webhook have no effect on the job.
 
-    The body of a post is the row with `run` and `text`, a line that chat services show. The address is a secret and
-    never logged.
-
-    Args:
-        run: the run folder.
-        webhook: address; None posts nothing.
+    The body of a post is the row with `run` and `text`, a line that chat services show. The address of the webhook,
+    None without one, is a secret and never logged.
     """
 
     def __init__(self, run: Path, webhook: str | None = None) -> None:

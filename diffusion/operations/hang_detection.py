@@ -41,14 +41,10 @@ class Condition(str, Enum):
 
 
 class HangDetector:
-    """Judges the heartbeats of one start of a job, by its own clock.
+    """Judges the heartbeats of one start of a job, by its own clock in seconds.
 
     In each step all ranks wait for the slowest. So the silence is the time since the last heartbeat of any rank, and
     the timeout depends on the phase of the slowest ranks.
-
-    Args:
-        settings: timeouts.
-        now: clock in seconds.
     """
 
     def __init__(self, settings: SupervisionConfig, now: Callable[[], float] = time.monotonic) -> None:
@@ -57,11 +53,9 @@ class HangDetector:
         self._counts: dict[int, int] = {}
 
     def judge(self, heartbeats: Sequence[HeartbeatRecord], stopped: Sequence[int] = ()) -> tuple[Condition, str]:
-        """Return the condition of a job, and the reason in words.
+        """Return the condition of a job, and the reason in words, from the last heartbeat of each rank.
 
-        Args:
-            heartbeats: last heartbeat of each rank.
-            stopped: ranks whose processes are stopped (SIGSTOP).
+        Processes of `stopped` ranks are stopped (SIGSTOP).
         """
         counts = {heartbeat.rank: heartbeat.count for heartbeat in heartbeats}
         if counts != self._counts:
@@ -99,11 +93,7 @@ class HangDetector:
 
 
 def collect_stacks(folder: Path, heartbeats: Sequence[HeartbeatRecord]) -> str:
-    """Collect the stack traces of the ranks on this machine.
-
-    Args:
-        folder: folder of the heartbeats.
-        heartbeats: last heartbeat of each rank.
+    """Collect the stack traces of the ranks on this machine, whose last heartbeats are given.
 
     Returns:
         A text with one part for each rank, also for those without an answer.

@@ -30,9 +30,7 @@ CHECK_MODULE = "diffusion.operations.checks.nodes"
 def parse_host_names(text: str, source: str) -> tuple[str, ...]:
     """Parse host names separated by blanks or line breaks, with comments from # to the end of the line.
 
-    Args:
-        text: the names.
-        source: origin of the text, for messages.
+    The source of the text is for messages.
 
     Raises:
         ConfigurationError: there are none, or duplicates.
@@ -67,10 +65,8 @@ class Survey:
 def survey(hosts: Sequence[str], command: Callable[[str], Sequence[str]], timeout: float) -> Survey:
     """Check hosts in parallel, each by itself, and compare their measurements.
 
-    Args:
-        hosts: their names.
-        command: returns the command that runs `CHECK_MODULE` on a host.
-        timeout: seconds after which a host without an answer is unfit.
+    `command` returns the command that runs `CHECK_MODULE` on a host, which is unfit without an answer within `timeout`
+    seconds.
     """
     with ThreadPoolExecutor(len(hosts)) as pool:
         answers = list(pool.map(lambda host: _run_check(command(host), timeout), hosts))
@@ -180,13 +176,8 @@ def _raise_shared_problems(found: Survey) -> None:
 class HostedJob:
     """A job that starts on fit hosts.
 
-    Args:
-        command: command that starts it.
-        arguments: YAML and overrides in it.
-        pool: hosts that ssh reaches; None is this machine alone.
-        config: configuration of the run, whose sections are right.
-        timeout: seconds for the check; None omits it.
-        events: log of events.
+    The arguments are YAML and overrides in its command, the configuration is theirs. Without a pool of hosts that ssh
+    reaches, it starts on this machine alone. The check takes up to `timeout` seconds; None omits it.
     """
 
     def __init__(
@@ -212,11 +203,7 @@ class HostedJob:
         self._check = (lambda host: here) if pool is None else check_over_ssh(arguments)
 
     def start(self) -> list[str]:
-        """Check the hosts and return the command of the next start.
-
-        Raises:
-            MachineError: no start is possible.
-        """
+        """Check the hosts and return the command of the next start; a MachineError if no start is possible."""
         pool = self._pool
         hosts = pool.hosts[: pool.wanted] if pool is not None else ()
         if self._timeout is not None:

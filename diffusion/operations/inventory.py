@@ -151,12 +151,7 @@ def locations_of_model(location: str) -> list[str]:
 
 
 def assign_users(items: Sequence[Item], uses: Mapping[str, Iterable[str]]) -> None:
-    """Set the users of items.
-
-    Args:
-        items: of all roots.
-        uses: locations by user.
-    """
+    """Set the users of items, of all roots, from the locations of each user."""
     prefixes = {user: {_prefix(one) for one in locations} for user, locations in uses.items()}
     encoded = defaultdict(list)
     for item in items:
@@ -177,12 +172,7 @@ def _prefix(location: str) -> str:
 
 
 def inventory_rows(items: Sequence[Item], storage_price: float | None) -> list[tuple[str, ...]]:
-    """Rows of a table of items, with their sum.
-
-    Args:
-        items: users assigned.
-        storage_price: dollars per TB and month; None: unknown.
-    """
+    """Rows of a table of items with users, and their sum. The price is in dollars per TB and month, None if unknown."""
 
     def amounts(files: int, size: int) -> tuple[str, str, str]:
         dollars = "-" if storage_price is None else f"{size / 1e12 * storage_price:,.2f}"
@@ -233,12 +223,8 @@ def expenses(
 ) -> list[Expense]:
     """GPU time, storage and traffic of a run so far.
 
-    Args:
-        starts: of the run, at least one.
-        num_bytes: what is stored, from the first start to the last update.
-        gpu_price: dollars per GPU-hour of starts without a price.
-        storage_price: dollars per TB and month.
-        egress_price: dollars per TB read from the store.
+    The bytes are stored from the first start to the last update. Prices are in dollars: per GPU-hour of starts without
+    a price of their own, per TB and month, and per TB read from the store.
     """
     hours = [start.gpu_hours for start in starts]
     gpu_prices = [gpu_price if start.price is None else start.price for start in starts]

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from diffusion import storage
 from diffusion.distributed import USER_ERROR_EXIT_CODE, agree, broadcast, rank
-from diffusion.errors import MachineError, UserError
+from diffusion.errors import MachineError, UserError, explained_writes
 from diffusion.files import unique_partial
 from diffusion.formats.run_folder import LEASE
 from diffusion.operations import timeouts
@@ -162,8 +162,7 @@ class Lease:
     def renew(self) -> None:
         """Check that the lease still belongs to this job, and renew it in the process that holds it.
 
-        Raises:
-            MachineError: another process has taken it over.
+        A MachineError says that another process has taken it over.
         """
         try:
             holder = _holder_of(self._record.read())
@@ -183,11 +182,7 @@ class Lease:
             )
 
     def check(self) -> None:
-        """Check for another start if the last renewal is too long ago, as after a suspension of this process.
-
-        Raises:
-            MachineError: another start has taken over the lease.
-        """
+        """Renew the lease if the last renewal is too long ago, as after a suspension of this process."""
         if time.monotonic() - self._confirmed_at > timeouts.LEASE / 2:
             self.renew()
 
@@ -202,12 +197,7 @@ class Lease:
 
 
 class Applicant:
-    """Asks for a lease again and again, and observes its holder meanwhile.
-
-    Args:
-        location: a file, or the URI of an object of S3.
-        access: how the store is reached.
-    """
+    """Asks again and again for a lease, a file or an object of S3 by its URI, and observes its holder meanwhile."""
 
     def __init__(self, location: Path | str, access: Access | None = None) -> None:
         self.record: _Record = _FileRecord(location) if isinstance(location, Path) else _ObjectRecord(location, access)
@@ -291,11 +281,8 @@ def held(lease: Lease) -> Iterator[None]:
 
 @contextmanager
 def leased(folder: Path | str, access: Access | None = None) -> Iterator[Lease]:
-    """Hold the lease of a run folder, or of one of checkpoints, on rank 0; called by all ranks.
-
-    Args:
-        folder: path, or `s3://bucket/prefix`.
-        access: how the store is reached.
+    """Hold the lease of a run folder, or of one of checkpoints (also `s3://bucket/prefix`), on rank 0; called by all
+    ranks.
 
     Raises:
         MachineError: another start of the run is active, or the folder cannot be written to.
@@ -326,12 +313,8 @@ def leased(folder: Path | str, access: Access | None = None) -> Iterator[Lease]:
 def leased_checkpoints(location: str | None, *, timeout: float) -> Iterator[None]:
     """Hold and renew the lease of `trainer.checkpoint_folder`, which may be that of starts with other run folders.
 
-    Args:
-        location: path, or `s3://bucket/prefix`; None for a folder in the run folder.
-        timeout: seconds for which requests to a store are repeated, `FIRST_CONTACT` at most.
-
-    Raises:
-        MachineError: another start is active, or the location cannot be written to.
+    There is none for a folder in the run folder (None). Requests to a store are repeated for `timeout` seconds,
+    `FIRST_CONTACT` at most.
     """
     if location is None:
         yield
@@ -345,16 +328,13 @@ def leased_checkpoints(location: str | None, *, timeout: float) -> Iterator[None
 def await_lease(applicant: Applicant, activity: str, remedy: str) -> Lease:
     """Acquire a lease, after its expiry if need be.
 
-    Args:
-        applicant: for the lease.
-        activity: of another holder, for the message.
-        remedy: against it.
+    The activity of another holder, and the remedy against it, are for the message.
 
     Raises:
         MachineError: its holder is alive, or it cannot be written.
     """
     is_waiting = False
-    try:
+    with explained_writes(f"the lease {applicant.record}"):
         while (lease := applicant.acquire()) is None:
             if (holder := applicant.holder) is not None:
                 if applicant.is_held:
@@ -366,8 +346,6 @@ def await_lease(applicant: Applicant, activity: str, remedy: str) -> Lease:
                     message = "process %d on %s holds %s: waiting up to %.0f s for its next renewal"
                     log.warning(message, holder.pid, holder.host, applicant.record, timeouts.LEASE)
             time.sleep(0.5)
-    except OSError as error:
-        raise MachineError(f"the lease {applicant.record} cannot be written: {error.strerror}") from error
     return lease
 
 

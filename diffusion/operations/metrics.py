@@ -71,14 +71,9 @@ def read_run_metrics(run: Path, heartbeats: Path) -> dict[str, float]:
 
 @contextmanager
 def served(settings: PrometheusConfig | None, read: Callable[[], Metrics]) -> Iterator[int | None]:
-    """Serve metrics at `/metrics` during the block, in threads; nothing without settings.
+    """Serve metrics at `/metrics` during the block, in threads; nothing without settings. Yields the port.
 
-    Args:
-        settings: port and address.
-        read: reads the values for a scrape.
-
-    Yields:
-        The port.
+    Each scrape reads the values anew.
 
     Raises:
         MachineError: the address is not one of this machine, the port needs a privilege, or a package is missing.

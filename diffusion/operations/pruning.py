@@ -33,11 +33,7 @@ def may_be(initial: tuple[str, ...], checkpoint: str) -> bool:
 def find_superseded(run: Path, config: Config, num_kept: int | None) -> list[Path | RemoteCheckpoint]:
     """Find the whole checkpoints that a run no longer needs, in a folder or an object store.
 
-    Args:
-        run: the run folder.
-        config: its configuration.
-        num_kept: newest whole checkpoints that stay beside those of `trainer.keep_every`; None is
-            `trainer.keep_checkpoints`.
+    The newest `num_kept` whole ones (None: `trainer.keep_checkpoints`) stay beside those of `trainer.keep_every`.
 
     Raises:
         UserError: the run is running, keeps all, or has its checkpoints in an unknown folder; or the store cannot be
@@ -58,17 +54,17 @@ def find_superseded(run: Path, config: Config, num_kept: int | None) -> list[Pat
     if settings.keep_every is not None:
         every = steps_of(config, settings.keep_every, "trainer.keep_every")
     damaged = read_damaged(location)
+    present: dict[Path, Path | RemoteCheckpoint]
     if is_url(location):
-        remote = {Path(found.name): found for found in RemoteCheckpoints(location, timeout=READ_TIMEOUT).present()}
-        complete = [path for path, found in remote.items() if found.is_complete]
-        whole = [path for path in complete if path.name not in damaged]
-        old = superseded(list(remote), newest=num_kept, every=every, is_whole=whole.__contains__)
-        return [remote[path] for path in old if path in complete]
-    present = list_checkpoints(Path(location))
-    complete = [path for path in present if is_complete(path)]
-    whole = [path for path in complete if path.name not in damaged]
-    old = superseded(present, newest=num_kept, every=every, is_whole=whole.__contains__)
-    return [path for path in old if path in complete]
+        present = {Path(found.name): found for found in RemoteCheckpoints(location, timeout=READ_TIMEOUT).present()}
+    else:
+        present = {path: path for path in list_checkpoints(Path(location))}
+    complete = {
+        path for path, one in present.items() if (is_complete(one) if isinstance(one, Path) else one.is_complete)
+    }
+    whole = {path for path in complete if path.name not in damaged}
+    old = superseded(list(present), newest=num_kept, every=every, is_whole=whole.__contains__)
+    return [present[path] for path in old if path in complete]
 
 
 def _is_guessed(run: Path, location: str | None) -> bool:

@@ -20,7 +20,7 @@ import psutil
 
 from diffusion.config.operations import SupervisionConfig
 from diffusion.distributed import PREEMPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
-from diffusion.errors import ConfigurationError, MachineError
+from diffusion.errors import ConfigurationError, MachineError, explained_writes
 from diffusion.files import open_lock
 from diffusion.formats.run_folder import SUPERVISED, read_request
 from diffusion.operations import processes, timeouts
@@ -121,12 +121,7 @@ def _last_step(heartbeats: Sequence[HeartbeatRecord]) -> int:
 
 
 class Growth:
-    """Looks from time to time for hosts that came back, in the background.
-
-    Args:
-        look: whether the job would start on more hosts now; it takes minutes.
-        interval: seconds between two looks.
-    """
+    """Looks for hosts that came back, in the background, at an interval in seconds; a look takes minutes."""
 
     def __init__(self, look: Callable[[], bool], interval: float) -> None:
         self._look, self._interval = look, interval
@@ -149,15 +144,9 @@ class Growth:
 class Supervisor:
     """Keeps one job running until it has finished.
 
-    Args:
-        start: returns the command of the next start; a `MachineError` counts as the end of that start.
-        run: the run folder.
-        heartbeats: folder of the heartbeats.
-        settings: timeouts and limits of restarts.
-        events: log of events.
-        environment: variables of the job.
-        arguments: command line of the supervisor, stored for `runs.py resume`.
-        growth: whether the job would start on more hosts now, and the seconds between two looks; None: never look.
+    `start` returns the command of the next start; a `MachineError` counts as the end of that start. The environment is
+    that of the job, the arguments are those of the supervisor, stored for `runs.py resume`. `growth` says whether the
+    job would start on more hosts now, and the seconds between two looks; None: never look.
     """
 
     def __init__(
@@ -303,15 +292,12 @@ class Supervisor:
             f"a job of {run} is running already, supervised or not. End it (SIGTERM to a rank saves it), or wait for "
             "its end"
         )
-        try:
+        with explained_writes(f"the run folder {run}", "Free space, or choose another output_folder"):
             run.mkdir(parents=True, exist_ok=True)
-            lock = open_lock(run / SUPERVISED, timeout=timeouts.SUPERVISOR_LOCK)
-        except TimeoutError as error:
-            raise running from error
-        except OSError as error:
-            raise MachineError(
-                f"the run folder {run} cannot be written: {error.strerror}. Free space, or choose another output_folder"
-            ) from error
+            try:
+                lock = open_lock(run / SUPERVISED, timeout=timeouts.SUPERVISOR_LOCK)
+            except TimeoutError as error:
+                raise running from error
         if self._ranks():
             os.close(lock)
             raise running
@@ -338,11 +324,7 @@ def start_command(command: Sequence[str], lock: int, environment: dict[str, str]
 
 
 def split_command(command: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the YAML file and the overrides in a command that starts a job.
-
-    Raises:
-        ConfigurationError: the command names no YAML.
-    """
+    """Return the YAML file and the overrides in a command that starts a job; a ConfigurationError without a YAML."""
     position = next((i for i, argument in enumerate(command) if Path(argument).suffix in (".yaml", ".yml")), None)
     if position is None:
         raise ConfigurationError(

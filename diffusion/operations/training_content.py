@@ -63,14 +63,7 @@ def write_summary(
 ) -> None:
     """Write the summary in Markdown, with marks where the provider has to complete it.
 
-    Args:
-        path: the file.
-        content: samples that the run has seen.
-        config: configuration of the run.
-        checkpoint: checkpoint of the model.
-        num_steps: steps of the run.
-        folders: folders of the prepared data's buckets.
-        runs: where the run folder may be.
+    The folders are those of the prepared data's buckets; the run folder may be one of `runs`.
     """
     roots = sorted({folder.parent.parent for folder in folders})
     manifests = [PreparedManifest.read(root) for root in roots if (root / MANIFEST).is_file()]

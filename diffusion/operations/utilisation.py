@@ -129,10 +129,7 @@ class LoaderSettings:
 def explain_waiting(usage: Usage, downloaded: float, settings: LoaderSettings) -> str:
     """Explain the bottleneck of the loader, and what to do.
 
-    Args:
-        usage: utilisation of the busiest machine.
-        downloaded: bytes per second that all nodes downloaded.
-        settings: settings of the loader.
+    The utilisation is that of the busiest machine; all nodes downloaded so many bytes per second.
     """
     if settings.num_workers == 0:
         return "batches are loaded in the training process: set data.num_workers (8 on a large machine)"

@@ -39,14 +39,9 @@ class Amounts:
 
 
 def plan_amounts(config: Config, *, world_size: int = 1) -> Amounts:
-    """Compute images, time and cost of a run.
+    """Compute images, time and cost of a run, whose locations may be missing (`???`).
 
-    Args:
-        config: the configuration; locations may be missing (`???`).
-        world_size: number of ranks, which `plan.num_gpus` replaces.
-
-    Raises:
-        ConfigurationError: `trainer.max_duration` is not a number of batches.
+    `plan.num_gpus` replaces the world size.
     """
     num_iterations, num_ranks = planned_steps(config), config.plan.num_gpus or world_size
     num_images = num_iterations * config.data.global_batch_size
@@ -100,12 +95,7 @@ class EpochPlan:
 
 
 def plan_epoch(config: Config, num_images: int) -> EpochPlan:
-    """Compute the exposure of each stream.
-
-    Args:
-        config: the configuration; locations may be missing (`???`).
-        num_images: images of the run.
-    """
+    """Compute the exposure of each stream in a run of some images, whose locations may be missing (`???`)."""
     data = config.data
     if config.plugins.train_dataset is not None or not isinstance(data.streams, list):
         return EpochPlan(streams=[])

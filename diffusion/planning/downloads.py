@@ -66,14 +66,7 @@ class Traffic:
 
 
 def traffic(streams: Sequence[FleetStream], epoch: EpochOrder, world: World, *, images_per_second: float) -> Traffic:
-    """Compute downloads and cache of the nodes of a world.
-
-    Args:
-        streams: the streams of the order.
-        epoch: order of an epoch.
-        world: the machines.
-        images_per_second: throughput of all of them together.
-    """
+    """Compute downloads and cache of the nodes of a world in an epoch; the throughput is that of all of them."""
     num_lanes = epoch.whole.num_lanes
     step_seconds = epoch.whole.settings.global_batch_size / images_per_second
     width = max(1.0, WINDOW_SECONDS / step_seconds)

@@ -25,12 +25,27 @@ from diffusion.planning.plan import (
     size_text,
     training_flops,
 )
-from diffusion.planning.published import (
-    A100_RATES,
-    HARDWARE_FAILURES,
-    PRICE_PER_A100_HOUR,
-    TRAINING_A100_HOURS,
-)
+
+# Published figures, of MosaicML's write-up and its benchmark tables (docs/planning.md). Rates are of the U-Net alone:
+# latents computed beforehand, fp16, global batch 2,048, at most 16 images per GPU at a time.
+
+A100_RATES = {
+    8: {256: 1_100, 512: 290},
+    16: {256: 2_180, 512: 585},
+    32: {256: 4_080, 512: 1_195},
+    64: {256: 8_530, 512: 2_340},
+    128: {256: 11_600, 512: 4_590},
+}
+"""Images per second by number of A100 and resolution."""
+
+PRICE_PER_A100_HOUR = 2.0
+"""In dollars."""
+
+TRAINING_A100_HOURS, LATENTS_A100_HOURS = 20_051, 3_784
+"""GPU hours of the published run: training, and latents computed beforehand."""
+
+HARDWARE_FAILURES = 2
+"""Failures in the published run's training: few to estimate a rate from."""
 
 NAMES = {"fleet", "run", "nodes"}
 """Columns that say what a row is about."""
@@ -110,50 +125,27 @@ class FleetRun:
 class Budget:
     """Time and cost of several runs, one after the other. None: unknown."""
 
-    runs: list[FleetRun]
+    name: str
+    """Name of the fleet, or of the fleet of each run."""
 
-    @property
-    def name(self) -> str:
-        """Name of the fleet, or of the fleet of each run."""
-        names = [run.fleet.name for run in self.runs]
-        if len(set(names)) == 1:
-            return names[0]
-        return ", ".join(f"{run.plan.run_name} on {name}" for run, name in zip(self.runs, names, strict=True))
+    days: float
+    """Without failures."""
+
+    gpu_hours: float
+    gpu_cost: float | None
+    """In dollars, as the costs below."""
+
+    storage_cost: float | None
+    egress_cost: float | None
+    cost: float | None
+    """Sum of known costs; None without prices of all GPUs."""
+
+    runs: list[FleetRun]
 
     @property
     def plans(self) -> list[Plan]:
         """Plans of the runs."""
         return [run.plan for run in self.runs]
-
-    @property
-    def days(self) -> float:
-        """Without failures."""
-        return sum(plan.days or 0.0 for plan in self.plans)
-
-    @property
-    def gpu_hours(self) -> float:
-        """GPU hours of all runs."""
-        return sum(plan.gpu_hours or 0.0 for plan in self.plans)
-
-    @property
-    def gpu_cost(self) -> float | None:
-        """In dollars."""
-        return sum_known(plan.cost for plan in self.plans)
-
-    @property
-    def storage_cost(self) -> float | None:
-        """In dollars."""
-        return sum_known(run.storage_cost for run in self.runs)
-
-    @property
-    def egress_cost(self) -> float | None:
-        """In dollars."""
-        return sum_known(run.egress_cost for run in self.runs)
-
-    @property
-    def cost(self) -> float | None:
-        """Sum of known costs; None without prices of all GPUs."""
-        return sum_known(run.cost for run in self.runs)
 
 
 def plan_on(
@@ -166,15 +158,8 @@ def plan_on(
 ) -> FleetRun:
     """Compute time and cost of a run on a fleet.
 
-    Args:
-        config: the run.
-        fleet: the fleet.
-        failures: failures of its GPUs.
-        storage_per_tb_month: dollars for data and kept checkpoints, for the days of the run; 0: not counted.
-        egress_per_tb: dollars for downloads from `data.remote`; 0: not counted.
-
-    Raises:
-        ConfigurationError: the rate of the fleet is unknown.
+    Dollars for storage are of data and kept checkpoints for the days of the run, those for egress of downloads from
+    `data.remote`; 0: not counted.
     """
     assumed = replace(
         config.plan,
@@ -199,15 +184,24 @@ def plan_on(
 
 def make_budget(configs: Sequence[Config], fleets: Sequence[Fleet], **options: Any) -> Budget:
     """Compute time and cost of runs, each on its fleet; options as for `plan_on`."""
-    return Budget(runs=[plan_on(*pair, **options) for pair in zip(configs, fleets, strict=True)])
+    runs = [plan_on(*pair, **options) for pair in zip(configs, fleets, strict=True)]
+    names = [fleet.name for fleet in fleets]
+    if len(set(names)) > 1:
+        names = [", ".join(f"{run.plan.run_name} on {name}" for run, name in zip(runs, names, strict=True))]
+    return Budget(
+        name=names[0],
+        days=sum(run.plan.days or 0.0 for run in runs),
+        gpu_hours=sum(run.plan.gpu_hours or 0.0 for run in runs),
+        gpu_cost=sum_known(run.plan.cost for run in runs),
+        storage_cost=sum_known(run.storage_cost for run in runs),
+        egress_cost=sum_known(run.egress_cost for run in runs),
+        cost=sum_known(run.cost for run in runs),
+        runs=runs,
+    )
 
 
 def fleet_called(name: str, fleets: Sequence[Fleet]) -> Fleet:
-    """Find a fleet by its name, or by a number of GPUs and a part of it, as `32xA100`.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
+    """Find a fleet by its name, or by a number of GPUs and a part of it, as `32xA100`; else a ConfigurationError."""
     short = re.fullmatch(r"(\d+)x(.+)", name)
     for fleet in fleets:
         if fleet.name == name or (short and fleet.num_gpus == int(short[1]) and short[2].lower() in fleet.name.lower()):
@@ -320,11 +314,7 @@ def predict_images_per_second(
 
 
 def read_fleets(path: Path) -> list[Fleet]:
-    """Read fleets from a JSON list of objects with the fields of `Fleet`.
-
-    Raises:
-        ConfigurationError: it cannot be read.
-    """
+    """Read fleets from a JSON list of objects with the fields of `Fleet`; a ConfigurationError if that fails."""
     try:
         fleets = []
         for entry in json.loads(path.read_text(encoding="utf-8")):
@@ -347,15 +337,10 @@ def read_fleets(path: Path) -> list[Fleet]:
 def fleets_from_benchmark(
     path: Path, sizes: Sequence[int], *, num_parameters: int, global_batch_size: int, network: float, **options: Any
 ) -> list[Fleet]:
-    """Fleets of the GPU that `python -m benchmarks` measured, by `predict_images_per_second`.
+    """Fleets of some sizes of the GPU that `python -m benchmarks` measured, by `predict_images_per_second`.
 
-    Args:
-        path: its file of rows, with one GPU's steps of the Trainer at each resolution.
-        sizes: numbers of GPUs.
-        num_parameters: parameters of the measured network.
-        global_batch_size: images per step of the runs.
-        network: bytes per second of a node's network.
-        options: further fields of `Fleet`, such as the price.
+    The file of rows has one GPU's steps of the Trainer at each resolution. Options are further fields of `Fleet`, such
+    as the price.
 
     Raises:
         ConfigurationError: the file holds no such measurement.

@@ -15,7 +15,7 @@ import yaml
 from diffusers.models.transformers.transformer_prx import PRXAttention, apply_rope
 from torch import Tensor, nn
 
-from diffusion.config.data import ImageSize, image_sizes, microbatch_size
+from diffusion.config.data import ImageSize, microbatch_size
 from diffusion.config.loading import from_dict, to_yaml
 from diffusion.config.model import Compilation, ModelConfig
 from diffusion.config.schema import Config, Task
@@ -198,9 +198,7 @@ def _reduction_bytes(config: Config, num_trained: int, *, has_several_microbatch
 
 def largest_size(config: Config) -> ImageSize:
     """Largest area of the images of all streams."""
-    streams = config.data.streams if isinstance(config.data.streams, list) else []
-    square = ImageSize(config.data.resolution, config.data.resolution)
-    return max(image_sizes(streams, config.data.resolution), key=lambda size: size.height * size.width, default=square)
+    return max(config.data.known_sizes, key=lambda size: size.height * size.width)
 
 
 # Networks

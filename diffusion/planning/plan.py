@@ -67,15 +67,9 @@ class Plan(Amounts):
 
 
 def plan_run(config: Config, *, world_size: int = 1, counts: ParameterCounts | None = None) -> Plan:
-    """Compute what a run takes.
+    """Compute what a run takes, whose locations may be missing (`???`).
 
-    Args:
-        config: the configuration; locations may be missing (`???`).
-        world_size: number of ranks, which `plan.num_gpus` replaces.
-        counts: parameters; None counts those of the configured network.
-
-    Raises:
-        ConfigurationError: `trainer.max_duration` is not a number of batches.
+    `plan.num_gpus` replaces the world size. Without counts, the parameters of the configured network are counted.
     """
     counts = parameter_counts(config) if counts is None else counts
     amounts = plan_amounts(config, world_size=world_size)
@@ -121,12 +115,7 @@ def _training_flops(model: str, size: ImageSize) -> int | None:
 
 
 def format_plan(plan: Plan, missing: Mapping[str, str] | None = None) -> str:
-    """Write a plan for a terminal.
-
-    Args:
-        plan: the plan.
-        missing: keys that have to be set before the start, and their meanings.
-    """
+    """Write a plan for a terminal, with the keys that have to be set before the start, and their meanings."""
     memory, tiers, checkpoints = plan.memory, plan.tiers, plan.checkpoints
     share = plan.global_batch_size / plan.num_ranks
     rows = [

@@ -55,11 +55,7 @@ class TierPlan:
 def plan_tiers(config: Config, *, num_ranks: int, num_images: int, num_samples: int | None) -> TierPlan:
     """Compute the bytes in each tier. With a remote for some streams only, all count as fetched.
 
-    Args:
-        config: the configuration; locations may be missing (`???`).
-        num_ranks: world size.
-        num_images: images of the run.
-        num_samples: samples of the data set.
+    Locations of the configuration may be missing (`???`).
     """
     data = config.data
     num_nodes = math.ceil(num_ranks / config.plan.gpus_per_node)
@@ -91,8 +87,7 @@ def plan_tiers(config: Config, *, num_ranks: int, num_images: int, num_samples: 
 
 
 def _has_remote(data: DataConfig) -> bool:
-    streams = data.streams if isinstance(data.streams, list) else []  # Missing beside a plug-in.
-    return data.remote is not None or any(stream.remote is not None for stream in streams)
+    return data.remote is not None or any(stream.remote is not None for stream in data.known_streams)
 
 
 def stored_bytes(config: Config, size: ImageSize) -> int | None:

@@ -9,11 +9,7 @@ MAX_BINS = 800
 
 
 class Curve:
-    """A metric over steps, in intervals whose width doubles when there are too many.
-
-    Args:
-        max_bins: largest number of intervals.
-    """
+    """A metric over steps, in intervals whose width doubles when there are more than `max_bins`."""
 
     def __init__(self, max_bins: int = MAX_BINS) -> None:
         self.max_bins, self.width = max_bins, 1
@@ -79,10 +75,7 @@ class Curve:
 
 
 def read_curves(rows: Iterable[Mapping[str, Any] | None]) -> tuple[dict[str, Curve], int]:
-    """Collect the metrics of a run.
-
-    Args:
-        rows: `{"step": 1, "name": 0.5, ...}`.
+    """Collect the metrics of a run from rows `{"step": 1, "name": 0.5, ...}`.
 
     Returns:
         Curves by name, and the number of unreadable rows.

@@ -46,14 +46,7 @@ def save_png(figure: Figure, path: Path) -> None:
 
 
 def plot_profiles(profiles: Mapping[str, ArrayLike], *, x: str, y: str, bins: bool = False) -> str:
-    """Draw curves over a common axis.
-
-    Args:
-        profiles: points [N, 2] by name of the curve.
-        x: label of the axis.
-        y: label of the axis.
-        bins: draw steps between the points.
-    """
+    """Draw curves of points [N, 2], by name, over a common axis; with `bins` as steps between the points."""
     figure, axes = subplots()
     for colour, (name, points) in zip(itertools.cycle(COLOURS), profiles.items(), strict=False):
         style = "steps-mid" if bins else "default"

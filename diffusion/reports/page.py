@@ -21,15 +21,7 @@ def write_page(path: Path, template: Path, values: Mapping[str, Any]) -> None:
 
 
 def render_page(template: Path, values: Mapping[str, Any]) -> str:
-    """Render a template.
-
-    Args:
-        template: extends `page.html`, may lie in any folder.
-        values: variables of the template.
-
-    Returns:
-        HTML.
-    """
+    """Render a template, which extends `page.html` and may lie in any folder, to HTML."""
     environment = Environment(
         loader=FileSystemLoader([template.parent, TEMPLATES]),
         autoescape=True,
@@ -41,11 +33,9 @@ def render_page(template: Path, values: Mapping[str, Any]) -> str:
 
 
 def image_uri(image: Image.Image | Path, *, jpeg_quality: int | None = None) -> str:
-    """Image as a data URI.
+    """Image in memory, or a PNG file, as a data URI.
 
-    Args:
-        image: in memory, or a PNG file.
-        jpeg_quality: 1 to 95, of an image in memory; None keeps every pixel, as PNG.
+    An image in memory keeps every pixel, as PNG, unless it gets a quality as JPEG, 1 to 95.
     """
     if isinstance(image, Path):
         return data_uri(image.read_bytes(), "image/png")

@@ -124,11 +124,7 @@ class Run:
 
 
 def read_run(folder: Path, first_step: int = 0) -> Run:
-    """Read a run folder, finished or in progress.
-
-    Args:
-        folder: the run folder.
-        first_step: first step on an axis shared with other runs.
+    """Read a run folder, finished or in progress; its first step is that on an axis shared with other runs.
 
     Raises:
         ConfigurationError: it is not a run folder.
@@ -173,12 +169,7 @@ def read_phases(folders: Iterable[Path]) -> list[Run]:
 
 
 def read_starts(rows: Iterable[Row | None], last_written: datetime.datetime | None) -> list[Start]:
-    """Pair the rows of starts and ends.
-
-    Args:
-        rows: of the file of starts.
-        last_written: time of the last write of metrics.
-    """
+    """Pair the rows of starts and ends; metrics were last written at a time."""
     begun: list[tuple[Row, Row | None]] = []
     for row in rows:
         if row is not None and row.get("event") == "start":

@@ -65,13 +65,7 @@ _TIMESTEPS = re.compile(r"^metrics/.*timesteps?[-_/ ](\d+)(?:-|_|to)(\d+)$")
 
 
 def write_report(runs: Sequence[Run], path: Path, evaluations: Sequence[Path] = ()) -> None:
-    """Write the page of a run, or of consecutive phases.
-
-    Args:
-        runs: the phases, first to last.
-        path: the HTML file.
-        evaluations: output folders of evaluate.py outside of the run folders.
-    """
+    """Write the HTML page of a run, or of consecutive phases, also with evaluations outside of the run folders."""
     values = {
         "title": f"{'Run' if len(runs) == 1 else 'Phases'} {', '.join(run.name for run in runs)}",
         "runs": runs,
@@ -206,10 +200,7 @@ def metrics_section(runs: Sequence[Run], folders: Sequence[Path]) -> dict[str, A
 
 
 def read_evaluations(folders: Sequence[Path]) -> tuple[pd.DataFrame, int]:
-    """Read results of evaluations.
-
-    Args:
-        folders: run folders, and output folders of evaluate.py.
+    """Read results of evaluations in run folders, and in output folders of evaluate.py.
 
     Returns:
         A row for each number: metric (with the beginning of its protocol's hash: only numbers of one protocol are

@@ -4,11 +4,7 @@ from collections.abc import Iterable, Sequence
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with aligned columns, the first to the left, the others to the right.
-
-    Args:
-        rows: cells; all rows have the same number.
-    """
+    """Lines with aligned columns, the first to the left, the others to the right; all rows have as many cells."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *others in rows:

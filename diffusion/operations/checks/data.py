@@ -84,15 +84,7 @@ def _has_cached_index(location: StreamLocation) -> bool:
 
 
 def check_streams(config: Config, files: Files) -> None:
-    """Check that the data exists and is what the configuration says, as far as that is known without the model.
-
-    Args:
-        config: configuration of the run.
-        files: manifests and marks of the streams.
-
-    Raises:
-        DataError: what is missing or differs, and what to do.
-    """
+    """Check that the data exists and is what the configuration says, as far as that is known without the model."""
     wanted = {"with_logvar": config.objective.posterior == Posterior.sample, "score_names": config.model.score_names}
     if config.plugins.train_dataset is None:
         check_training_streams(config.data, **wanted, files=files)
@@ -105,8 +97,7 @@ def check_streams(config: Config, files: Files) -> None:
 def check_identity(config: Config, identities: Mapping[str, str], files: Files) -> None:
     """Check that latents were encoded by the VAE, tokenizer and text encoder of the model, given by their identities.
 
-    Raises:
-        DataError: they were not.
+    Others are a DataError.
     """
     for location, size, manifest in _encoded_streams(config, files):
         check_encoded(
@@ -121,11 +112,7 @@ def check_identity(config: Config, identities: Mapping[str, str], files: Files) 
 
 
 def _encoded_streams(config: Config, files: Files) -> Iterator[tuple[StreamLocation, ImageSize, EncodedManifest]]:
-    """Iterate over the streams of latents for training and validation, with their image sizes and manifests.
-
-    Raises:
-        DataError: one has no manifest, or one of something else.
-    """
+    """Iterate over the streams of latents for training and validation, with their image sizes and manifests."""
     data = config.data
     if data.representation != Representation.latents or config.plugins.train_dataset is not None:
         return
@@ -139,11 +126,7 @@ def _encoded_streams(config: Config, files: Files) -> Iterator[tuple[StreamLocat
 
 
 def check_order(dataset: TrainingDataset) -> None:
-    """Check that all ranks read samples in the same order; called by all ranks.
-
-    Raises:
-        DataError: on all ranks, if the data of some has other shards.
-    """
+    """Raise a DataError on all ranks unless they read samples in the same order; called by all ranks."""
     order = dataset.order.fingerprint()
     first = broadcast(order)
 
@@ -253,11 +236,7 @@ def check_cache_limit(demand: CacheDemand, limit: str) -> Verdict:
 def check_cache_space(demand: CacheDemand, *folders: Path, free: int, missing: int) -> Verdict:
     """Check that the disks have space for the cache; which streams fill which disk is not considered.
 
-    Args:
-        demand: of the node.
-        folders: of the cache, one on each disk.
-        free: free bytes of all disks.
-        missing: bytes that are still to be downloaded.
+    There is a folder of the cache on each disk; the free bytes are those of all disks.
     """
     names = ", ".join(map(str, folders))
     what = f"{size_text(free)} are free for {names}, and {size_text(missing)} are still to be downloaded to this node"
@@ -280,9 +259,7 @@ def _option_text(num_bytes: int) -> str:
 def check_data(config: Config, *, deep: bool) -> Iterator[Verdict]:
     """Check the files of each stream, read a batch of it, and check the cache; on the first rank of a node.
 
-    Args:
-        config: configuration of the run.
-        deep: hash the files of the streams that lie in folders, with a progress bar.
+    A deep check hashes the files of the streams that lie in folders, with a progress bar.
     """
     tokenizer = _tokenize(config)
     are_whole = True
@@ -301,10 +278,7 @@ def check_data(config: Config, *, deep: bool) -> Iterator[Verdict]:
 def check_files(location: StreamLocation, timeout: float, *, deep: bool) -> None:
     """Compare the files of a stream with its index, and the index with the manifest; replace an older one in a cache.
 
-    Args:
-        location: location of the stream.
-        timeout: seconds for a download.
-        deep: also compare the hashes of the files.
+    A deep check also compares the hashes of the files.
 
     Raises:
         DataError: files are missing or damaged, or of different versions of the data set.
@@ -338,11 +312,7 @@ def check_files(location: StreamLocation, timeout: float, *, deep: bool) -> None
 
 
 def read_source_index(location: StreamLocation, *, timeout: float, attempts: int = 1) -> bytes:
-    """Read the index of a stream's original.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """Read the index of a stream's original; a UserError if it cannot be read."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, INDEX)
         access = replace(location.access, attempts=attempts, timeout=timeout)
@@ -363,11 +333,7 @@ def index_hashes(config: Config) -> dict[str, str]:
 
 
 def _read_batch(config: Config, section: str, stream: StreamConfig, tokenizer: Tokenize | None) -> str:
-    """Read a batch of a stream from its first shard, with the loader of training, and describe it.
-
-    Raises:
-        DataError: the stream is missing, damaged, or not what the configuration says.
-    """
+    """Read a batch of a stream from its first shard, with the loader of training, and describe it."""
     source = config.data if section == "data" else config.validation
     assert source is not None
     dataset = validation_dataset(

@@ -50,10 +50,8 @@ NUM_LINK_ROUNDS = 3
 def diagnose(config: Config, timeout: float = 120.0, *, deep: bool = False) -> list[Verdict]:
     """Run all checks; called by all ranks of the job, or by one process.
 
-    Args:
-        config: configuration of the run.
-        timeout: seconds for which ranks wait for each other.
-        deep: hash all shards that this machine can read in a folder.
+    Ranks wait for each other for `timeout` seconds. A deep check hashes all shards that this machine can read in a
+    folder.
 
     Returns:
         Verdicts on all machines; the same on all ranks.
@@ -101,11 +99,7 @@ class NoAnswerError(MachineError):
 
 
 def await_ranks(name: str, timeout: float) -> None:
-    """Wait until all ranks have called this.
-
-    Args:
-        name: unique name of the call.
-        timeout: seconds.
+    """Wait until all ranks have called this with a name, unique to the call, up to a timeout in seconds.
 
     Raises:
         NoAnswerError: on the ranks that called it, if others did not.
@@ -148,11 +142,7 @@ def _store() -> Any:
 
 
 def measure_nodes(device: torch.device, timeout: float) -> list[NodeSpeed]:
-    """Measure all nodes at the same time.
-
-    Raises:
-        NoAnswerError: some ranks have not measured within the timeout, in seconds.
-    """
+    """Measure all nodes at the same time; a NoAnswerError if some ranks have not within the timeout, in seconds."""
     speed = measure_device(device)
     await_ranks("measured", timeout)
     per_node = local_world_size()

@@ -26,9 +26,7 @@ def computes_bf16() -> bool:
 def visible_gpus(nvml: Any = pynvml, num_gpus: int | None = None) -> dict[str, Any]:
     """Open NVML and return the handles of the GPUs in CUDA_VISIBLE_DEVICES by their names; none without NVML.
 
-    Args:
-        nvml: the library.
-        num_gpus: GPUs that the ranks of this node use, the first visible ones; None is all.
+    The ranks of this node use the first `num_gpus` of them; None is all.
     """
     try:
         nvml.nvmlInit()

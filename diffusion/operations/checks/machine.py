@@ -28,11 +28,7 @@ _RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
 
 
 def check_machines(config: Config, device: Device) -> None:
-    """Check each machine at the start of training. To be called by all ranks.
-
-    Raises:
-        MachineError: on all ranks, if a machine lacks something.
-    """
+    """Raise a MachineError on all ranks if a machine lacks something for training. To be called by all ranks."""
     log_and_raise(on_each_machine(lambda: check_machine(config, device)), MachineError)
 
 

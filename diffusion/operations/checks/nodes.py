@@ -159,12 +159,7 @@ def _text(value: float, unit: str) -> str:
 
 
 def unfit_nodes(names: Sequence[str], verdicts: Sequence[Verdict]) -> list[str]:
-    """Return the slow nodes, and those with a problem that not all nodes have.
-
-    Args:
-        names: names of all nodes.
-        verdicts: verdicts of all checks.
-    """
+    """Return the slow ones of all nodes, and those with a problem that not all nodes have."""
     comparisons = {by.check for by in COMPARISONS}
     unfit: set[str] = set()
     for verdict in verdicts:

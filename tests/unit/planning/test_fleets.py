@@ -13,7 +13,11 @@ from diffusion.config.model import Architecture, ModelConfig
 from diffusion.errors import ConfigurationError
 from diffusion.planning.fleets import (
     A100_FLEETS,
+    A100_RATES,
+    LATENTS_A100_HOURS,
+    PRICE_PER_A100_HOUR,
     PUBLISHED_NETWORK,
+    TRAINING_A100_HOURS,
     Failures,
     Fleet,
     fleet_called,
@@ -24,12 +28,6 @@ from diffusion.planning.fleets import (
     predict_images_per_second,
     rate_for,
     read_fleets,
-)
-from diffusion.planning.published import (
-    A100_RATES,
-    LATENTS_A100_HOURS,
-    PRICE_PER_A100_HOUR,
-    TRAINING_A100_HOURS,
 )
 from scripts.plan import main as plan_command
 from tests.tools.training_runs import ROOT
