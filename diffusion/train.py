@@ -445,6 +445,7 @@ def build_trainer(
             load_path=load_path,
             load_exclude_algorithms=dir(algorithms),  # Composer would evaluate text of the checkpoint to build them.
             load_strict_model_weights=True,
+            load_ignore_keys=_drop_empty_scaler,
         )
     except CheckpointException as error:
         raise as_data_error(error, str(load_path)) from error
@@ -453,6 +454,12 @@ def build_trainer(
     if load_path is not None:
         restore_group_settings(trainer, configured)
     return trainer
+
+
+def _drop_empty_scaler(checkpoint: dict[str, Any]) -> None:
+    """Drop the state of a gradient scaler that was off, as on a CPU: one that is on, as on a GPU, cannot load it."""
+    if not any(checkpoint["state"].get("scaler", {}).values()):
+        checkpoint["state"].pop("scaler", None)
 
 
 def _build_optimizer(config: Config, model: ComposerModel) -> AdamW:

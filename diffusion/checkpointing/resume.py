@@ -349,8 +349,11 @@ def restore_group_settings(trainer: Trainer, settings: Sequence[Mapping[str, Any
     (optimizer,), (scheduler,) = trainer.state.optimizers, trainer.state.schedulers
     assert isinstance(scheduler, LambdaLR)
     scheduler.base_lrs = [own["lr"] for own in settings]
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        lr = group["lr"] * (own["lr"] / group["initial_lr"])
+    for group, own, multiplier in zip(optimizer.param_groups, settings, scheduler.lr_lambdas, strict=True):
+        if group["initial_lr"]:
+            lr = group["lr"] * (own["lr"] / group["initial_lr"])
+        else:
+            lr = own["lr"] * multiplier(scheduler.last_epoch)
         group.update(own, initial_lr=own["lr"], lr=lr)
 
 

@@ -19,7 +19,7 @@ from diffusion.config.schema import Config, Task
 from diffusion.config.training import Decay, Device, OptimizerName, Parallelism, Precision
 from diffusion.errors import ConfigurationError, MachineError, raise_all
 
-MIN_JUDGED_SIDE = 24
+MIN_SIDES = {"adversarial_weight": 24, "perceptual_weight": 16}
 """Side in pixels of the smallest images that the VAE's discriminator takes; LPIPS takes 16."""
 
 
@@ -81,7 +81,7 @@ def check(
     problems += [*_folders(config), *_tasks(config), *([] if may_be_random else _random_parts(config))]
     if sections_are_right:
         problems += [*_times(config), *_image_sizes(config, side_factor), *rank_problems(config, world_size)]
-        problems += _transformed_sizes(config)
+        problems += _judged_sizes(config)
         if side_factor is not None and num_text_tokens is not None:
             problems += _attention_lengths(config, side_factor, num_text_tokens)
     raise_all(ConfigurationError, problems)
@@ -103,6 +103,14 @@ def _folders(config: Config) -> Iterator[str]:
             f"output_folder is '{config.output_folder}', but must be a local folder. Set one, and "
             "trainer.checkpoint_folder=s3://bucket/prefix for checkpoints in an object store."
         )
+    paths = {
+        "run_name": config.run_name,
+        "output_folder": config.output_folder,
+        "trainer.checkpoint_folder": config.trainer.checkpoint_folder or "",
+    }
+    for key, path in paths.items():
+        if "{" in path or "}" in path:
+            yield f"{key} is '{path}', and Composer fills in braces. Write ${{run_name}} for the name of the run."
     inside = posixpath.normpath(config.run_name.strip().lstrip("/"))
     if inside == "." or inside.split("/")[0] == "..":
         yield (
@@ -160,6 +168,13 @@ def _tasks(config: Config) -> Iterator[str]:
         yield "task is autoencoder, and the VAE is trained on images. Set data.representation=images."
     if config.optimizer.name is not OptimizerName.adamw:
         yield "task is autoencoder, which is trained by AdamW. Set optimizer.name=adamw."
+    ignored = {f"model.{name}": "null" for name in config.model.ingredient_sections}
+    ignored |= {"model.ingredients": "[]"} if config.model.ingredients else {}
+    ignored |= {"trainer.activation_checkpointing": "false"} if config.trainer.activation_checkpointing else {}
+    ignored |= {"performance.cuda_graphs": "false"} if config.performance.cuda_graphs else {}
+    ignored |= {"samples.prompts": "[]"} if config.samples.prompts else {}
+    for key, value in ignored.items():
+        yield f"task is autoencoder, and {key} is for the diffusion model. Set {key}={value}."
     if config.plugins.train_dataset is not None and MISSING in (config.data.local, config.data.streams):
         yield (
             "task is autoencoder, whose latents are measured on data.streams after the training, also with "
@@ -218,19 +233,23 @@ def _image_sizes(config: Config, side_factor: int | None) -> Iterator[str]:
             )
 
 
-def _transformed_sizes(config: Config) -> Iterator[str]:
+def _judged_sizes(config: Config) -> Iterator[str]:
     """Discriminator and LPIPS have strides that small images do not survive."""
     settings = config.autoencoder
-    is_judged = settings.adversarial_weight > 0 or settings.perceptual_weight > 0
-    if config.task is not Task.autoencoder or settings.equivariance is None or not is_judged:
+    weights = {key: weight for key in MIN_SIDES if (weight := getattr(settings, key)) > 0}
+    if config.task is not Task.autoencoder or not weights:
         return
     side = min(min(size) for size in config.data.known_sizes)
-    if side * settings.equivariance.min_scale < MIN_JUDGED_SIDE:
-        yield (
-            f"autoencoder.equivariance.min_scale is {settings.equivariance.min_scale}: images of {side} pixels would "
-            f"shrink below {MIN_JUDGED_SIDE}, too small for the discriminator and the perceptual distance. Set it to "
-            f"{min(1.0, math.ceil(100 * MIN_JUDGED_SIDE / side) / 100)}, or both of their weights to 0."
-        )
+    for key, weight in weights.items():
+        start, end, min_side = f"autoencoder.{key} is {weight}", f"or autoencoder.{key} to 0.", MIN_SIDES[key]
+        if side < min_side:
+            yield f"{start}, which needs images of {min_side} pixels, not {side}. Set data.resolution higher, {end}"
+        elif settings.equivariance is not None and side * settings.equivariance.min_scale < min_side:
+            yield (
+                f"{start}, and autoencoder.equivariance.min_scale is {settings.equivariance.min_scale}: images of "
+                f"{side} pixels would shrink below {min_side}. Set it to {math.ceil(100 * min_side / side) / 100}, "
+                f"{end}"
+            )
 
 
 def _attention_lengths(config: Config, side_factor: int, num_text_tokens: int) -> Iterator[str]:

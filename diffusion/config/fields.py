@@ -15,7 +15,8 @@ from omegaconf import MISSING
 
 from diffusion.errors import ConfigurationError, raise_all
 
-MAX_SEED = 2**32 - 1
+MAX_SEED = 2**32 - 2**16
+"""Seeds have 32 bits, and those of ranks and of prompts follow the one of the configuration."""
 
 TIME_UNITS = {"ba": "batches", "sp": "samples", "ep": "epochs", "dur": "fraction of the run"}
 SIZE_UNITS = {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30, "tb": 2**40, "pb": 2**50}

@@ -154,8 +154,6 @@ class AlignmentConfig(IngredientConfig):
         """Describe what contradicts it in other sections."""
         if config.model.lora is not None:
             yield "model.alignment trains a new projection, which model.lora does not. Remove one of them."
-        if config.task == "autoencoder":
-            yield "model.alignment is set with task autoencoder, which has no network to align. Remove model.alignment."
         if config.data.representation is Representation.latents:
             yield (
                 "model.alignment is set with data.representation latents, and the image encoder needs images. Set "
@@ -181,8 +179,6 @@ class LoraConfig(IngredientConfig):
         """Describe what contradicts it in other sections."""
         if config.init_from is None:
             yield "model.lora adapts trained weights. Set init_from.checkpoint, or model.lora=null."
-        if config.task == "autoencoder":
-            yield "model.lora is set with task autoencoder, which trains the whole VAE. Remove model.lora."
 
 
 @dataclass(kw_only=True)

@@ -145,9 +145,10 @@ DISCRIMINATOR = ["autoencoder.adversarial_weight=0.1", "autoencoder.adversarial_
     [
         ("toy", ["trainer.parallelism=ddp"], [*OPTIMIZER, "schedule.warmup=5ba"]),
         ("toy", ["trainer.parallelism=fsdp"], [*OPTIMIZER, "schedule.decay=linear", "schedule.final=0.5"]),
+        ("toy", ["trainer.parallelism=ddp", "optimizer.lr=0"], ["optimizer.lr=0.004"]),
         ("autoencoder", DISCRIMINATOR, [*OPTIMIZER, "autoencoder.discriminator_lr=0.007"]),
     ],
-    ids=["ddp", "fsdp", "autoencoder"],
+    ids=["ddp", "fsdp", "zero", "autoencoder"],
 )
 def test_optimizer_and_schedule_have_the_settings_of_this_start(server, shapes, tmp_path, yaml, common, changes):
     yaml = {"toy": "tests/tools/toy.yaml", "autoencoder": "yamls/tiny/autoencoder.yaml"}[yaml]

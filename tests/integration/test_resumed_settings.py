@@ -13,6 +13,7 @@ import pytest
 import torch
 from composer import Algorithm, Event, Logger, State, Time, Trainer
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
 from diffusion import train as training
@@ -248,6 +249,8 @@ def test_what_is_built_has_the_settings_of_this_start(kind, tmp_path, monkeypatc
     put(values, "plugins.algorithms.0.arguments.number", 2)
     config = from_dict(Config, values, "now")
     built: list[dict[str, Any]] = []
+    # As on a GPU, where a scaler is on; that of the checkpoint was off.
+    monkeypatch.setattr("composer.trainer.trainer.GradScaler", lambda: GradScaler("cpu"))
 
     def record(trainer: Trainer, *_: Any) -> None:
         built.append(dict(snapshot(trainer, "trainer", set())))
