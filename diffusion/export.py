@@ -293,8 +293,8 @@ def model_card(
 OWN_FOLDER = '"FOLDER"'
 """In the examples of a card."""
 
-NO_BINNING = ", use_resolution_binning=False"
-"""Argument of PRXPixelPipeline for other sizes than those around 1024 px."""
+AS_TRAINED = ", use_resolution_binning=False, skip_text_cleaning=True"
+"""Arguments of PRXPipeline for other sizes than its tables have, and for prompts as captions were in training."""
 
 USE = """## Use
 
@@ -350,7 +350,10 @@ image.save("image.jpg", xmp=xmp.encode())
 
 def _use(config: ModelConfig) -> str:
     use = USE_OF_OWN_ENCODING if has_own_encoding(config) else USE
-    return use.replace("=3.0)", f"=3.0{NO_BINNING})") if config.architecture.is_pixel else use
+    if not config.architecture.is_transformer:
+        return use
+    arguments = AS_TRAINED.partition(", skip")[0] if config.architecture.is_pixel else AS_TRAINED
+    return use.replace("=3.0)", f"=3.0{arguments})")
 
 
 def _origin(trained: Trained, scores: Mapping[str, float]) -> str:

@@ -16,6 +16,7 @@ import argparse
 import atexit
 import ctypes
 import logging
+import math
 import os
 import platform
 import signal
@@ -96,11 +97,12 @@ def choose_device(given: str | None) -> str:
 class CommandParser(argparse.ArgumentParser):
     """An argument parser that raises `ConfigurationError`, so that each node prints a mistake once.
 
-    The description is printed as it is written.
+    The description is printed as it is written. Arguments of type `float` are finite and not negative.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **options})
+        self.register("type", float, number)
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing on every rank."""
@@ -110,6 +112,24 @@ class CommandParser(argparse.ArgumentParser):
     def _print_message(self, message: str, file: IO[str] | None = None) -> None:
         if rank() == 0:
             super()._print_message(message, file)
+
+
+def number(text: str) -> float:
+    """Read a number that is finite and not negative, as the `type` of an argument."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of at least 0")
+    return value
+
+
+def positive_number(text: str) -> float:
+    """Read a finite number above 0, as the `type` of an argument."""
+    if not (value := number(text)):
+        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
+    return value
 
 
 def positive(text: str) -> int:
@@ -130,11 +150,14 @@ def duration(text: str) -> float:
 
 def named_score(text: str) -> tuple[str, float]:
     """Read NAME=NUMBER, as the `type` of an argument."""
-    name, _, number = text.partition("=")
+    name, _, value = text.partition("=")
     try:
-        return name, float(number)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text} is no score such as aesthetic=7") from error
+        score = float(value)
+    except ValueError:
+        score = math.nan
+    if not math.isfinite(score):
+        raise argparse.ArgumentTypeError(f"{text} is no score such as aesthetic=7")
+    return name, score
 
 
 def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to_stderr) -> int:

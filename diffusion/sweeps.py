@@ -136,17 +136,23 @@ def make_points(
             "${env}": ["/usr/bin/env"],
             "${interpreter}": interpreter,
             "${program}": [sweep["program"]],
-            "${args_no_hyphens}": [*(f"{key}={json.dumps(value)}" for key, value in values.items()), *overrides],
+            "${args_no_hyphens}": [*_overrides(values), *overrides],
         }
         command = [part for word in sweep["command"] for part in words.get(word, [str(word)])]
         yaml, given = split_command(command)
-        config = load_config(yaml, [*given, f"run_name={folder.name}", f"group={folder.name}", "output_folder=point"])
+        unnamed = _overrides({"run_name": folder.name, "group": folder.name, "output_folder": "point"})
+        config = load_config(yaml, [*given, *unnamed])
         name = hashlib.sha256(to_yaml(config).encode()).hexdigest()[:10]
         if name in points:
             raise ConfigurationError(f"the points {points[name].values} and {values} are the same run: remove one")
-        own = [f"run_name={folder.name}-{name}", f"group={folder.name}", f"output_folder={folder / name}"]
-        points[name] = Point(name=name, values=values, command=[*command, *own], folder=folder / name)
+        own = {"run_name": f"{folder.name}-{name}", "group": folder.name, "output_folder": str(folder / name)}
+        points[name] = Point(name=name, values=values, command=[*command, *_overrides(own)], folder=folder / name)
     return list(points.values())
+
+
+def _overrides(values: Mapping[str, Any]) -> list[str]:
+    """Write values by key as the overrides of a command, in YAML."""
+    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
 
 
 def run_points(points: Sequence[Point], *, num_jobs: int) -> dict[str, str]:

@@ -22,7 +22,7 @@ from diffusion.config.fields import check_sections
 from diffusion.config.loading import load_config
 from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError
-from diffusion.launch import CommandParser, positive, run_command
+from diffusion.launch import CommandParser, positive, positive_number, run_command
 
 if TYPE_CHECKING:
     from diffusion.planning.fleets import Fleet
@@ -41,12 +41,12 @@ def build_parser() -> CommandParser:
     sizes = [8, 16, 32, 64, 128]
     parser.add_argument("--gpus", type=positive, nargs="+", default=sizes, help="with --measured: fleet sizes")
     parser.add_argument("--price", type=float, help="with --measured: dollars per GPU-hour")
-    parser.add_argument("--gpu-memory-gb", type=float, help="with --measured: memory of a GPU")
-    parser.add_argument("--network-gb", type=float, default=37.4, help="with --measured: GB/s of a node's network")
-    parser.add_argument("--samples", type=float, nargs="+", help="samples of each run's data, if not readable here")
+    parser.add_argument("--gpu-memory-gb", type=positive_number, help="with --measured: memory of a GPU")
+    parser.add_argument("--network-gb", type=positive_number, default=37.4, help="with --measured: a node's GB/s")
+    parser.add_argument("--samples", type=positive_number, nargs="+", help="of each run's data, if not readable here")
     parser.add_argument("--storage-price", type=float, default=0.0, help="dollars per TB and month")
     parser.add_argument("--egress-price", type=float, default=0.0, help="dollars per TB read from the store")
-    parser.add_argument("--gpu-hours-between-failures", type=float, help="default: as in the published run")
+    parser.add_argument("--gpu-hours-between-failures", type=positive_number, help="default: as in the published run")
     parser.add_argument("--save-seconds", type=float, default=30.0, help="stall of training for a checkpoint")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan as JSON")
     return parser

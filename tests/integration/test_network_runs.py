@@ -149,6 +149,11 @@ def test_the_pipeline_of_diffusers_gives_the_images_of_generate(runs, kind, way,
     export(str(runs[kind, way]), tmp_path / "exported", weights=weights, scores=asked)
     assert expected.std() > 0.01
     assert (images_of_diffusers(tmp_path / "exported", latents) - expected).abs().max() < 1e-4
+    card = (tmp_path / "exported" / "README.md").read_text()
+    example = card.split("```python\n")[1].split("```")[0].replace("FOLDER", str(tmp_path / "exported"))
+    found: dict[str, Any] = {}
+    exec(example.replace("guidance_scale", "num_inference_steps=2, guidance_scale"), found)
+    assert found["image"].size == (32, 32)
 
 
 def test_loras_of_a_transformer_are_merged_only(runs, tmp_path):

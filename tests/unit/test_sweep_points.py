@@ -111,3 +111,13 @@ def test_a_command_must_pass_the_parameters_on(tmp_path):
     path.write_text(yaml.safe_dump({"parameters": {"seed": {"values": [1]}}, "command": ["run.py"]}))
     with pytest.raises(ConfigurationError, match="args_no_hyphens"):
         read_sweep(path)
+
+
+def test_names_and_values_arrive_as_they_are(tmp_path):
+    path = write(tmp_path, "parameters: {samples.prompts: {values: [['a 🎉 # party'], ['b: c']]}}\n")
+    folder = tmp_path / "try #3: [x] 🎉"
+    found = make_points(read_sweep(path), folder, interpreter=["python"], overrides=[], seed=17)
+    configs = [load_config("tests/tools/toy.yaml", [w for w in point.command if "=" in w]) for point in found]
+    assert [config.samples.prompts for config in configs] == [["a 🎉 # party"], ["b: c"]]
+    assert [Path(config.output_folder) for config in configs] == [point.folder for point in found]
+    assert {config.group for config in configs} == {folder.name}

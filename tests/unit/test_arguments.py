@@ -1,0 +1,33 @@
+"""Numbers of command lines."""
+
+import argparse
+
+import pytest
+
+from diffusion.errors import ConfigurationError
+from diffusion.launch import CommandParser, named_score, positive_number
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-1", "", "1,5"])
+@pytest.mark.parametrize("kind", [float, positive_number])
+def test_numbers_are_finite_and_not_negative(text, kind):
+    parser = CommandParser()
+    commands = parser.add_subparsers()
+    for one in (parser, commands.add_parser("command")):
+        one.add_argument("--scale", type=kind)
+    for words in ([], ["command"]):
+        with pytest.raises(ConfigurationError, match="--scale: "):
+            parser.parse_args([*words, f"--scale={text}"])
+        assert parser.parse_args([*words, "--scale=2.5"]).scale == 2.5
+
+
+def test_what_must_be_above_0():
+    with pytest.raises(argparse.ArgumentTypeError, match="above 0"):
+        positive_number("0")
+
+
+@pytest.mark.parametrize("text", ["aesthetic", "aesthetic=", "aesthetic=nan", "aesthetic=inf"])
+def test_scores_are_finite(text):
+    assert named_score("aesthetic=-1.5") == ("aesthetic", -1.5)
+    with pytest.raises(argparse.ArgumentTypeError, match="no score"):
+        named_score(text)
