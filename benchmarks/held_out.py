@@ -150,7 +150,7 @@ def reduced(images: list[Image.Image]) -> NDArray[np.float32]:
 
 def draw_grid(cells: list[list[Drawing]], generated: list[Image.Image]) -> Image.Image:
     """Draw generated images by concept (rows) and style (columns); pairs that were held out are framed."""
-    side, left, top = generated[0].width, 150, 20
+    side, left, top = max(generated[0].width, 64), 150, 20  # Names of styles need 64 pixels.
     width, height = left + side * len(cells[0]), top + side * len(cells)
     grid = Image.new("RGB", (width, height), "white")
     draw = ImageDraw.Draw(grid)
@@ -160,7 +160,7 @@ def draw_grid(cells: list[list[Drawing]], generated: list[Image.Image]) -> Image
         draw.text((4, top + side * i + side // 2), row[0].concept, fill="black")
         for j, cell in enumerate(row):
             at = (left + side * j, top + side * i)
-            grid.paste(generated[i * len(row) + j], at)
+            grid.paste(generated[i * len(row) + j].resize((side, side), Image.Resampling.NEAREST), at)
             if cell.is_held_out:
                 draw.rectangle((at[0], at[1], at[0] + side - 1, at[1] + side - 1), outline=FRAME, width=2)
     return grid

@@ -31,6 +31,6 @@ def test_the_grid_frames_what_was_held_out() -> None:
     white = [Image.new("RGB", (32, 32), "white")] * 16
     framed = draw_grid(cells, white)
     plain = draw_grid([[one._replace(is_held_out=False) for one in row] for row in cells], white)
-    corners = [(150 + 32 * j, 20 + 32 * i) for i in range(4) for j in range(4)]
+    corners = [(150 + 64 * j, 20 + 64 * i) for i in range(4) for j in range(4)]
     differs = [framed.getpixel(corner) != plain.getpixel(corner) for corner in corners]
     assert differs == [one.is_held_out for row in cells for one in row]
