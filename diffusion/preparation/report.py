@@ -25,6 +25,7 @@ from diffusion.config.fields import size_text
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.errors import DataError, MachineError
 from diffusion.formats.data_set import ANSWERS, REPORT_NUMBERS, REPORT_PAGE, SCORES, SELECTION, folder_order
+from diffusion.preparation.chat_captions import COUNTS
 from diffusion.preparation.layout import CAPTIONS, LOCATION, part_name, read_schema
 from diffusion.preparation.metadata import (
     MetadataDatabase,
@@ -250,7 +251,7 @@ def _read_answers(database: MetadataDatabase) -> tuple[dict[str, Any] | None, li
     if not parts or ANSWERS not in read_schema(storage.join(database.out, SCORES, CAPTIONS, part_name(parts[0]))).names:
         return None, []
     connection, folder = database.connection, f"{SCORES}/{CAPTIONS}"
-    names = ("requests", "failures", "prompt_tokens", "completion_tokens", "dollars")
+    names = (*COUNTS, "dollars")
     sums, outcomes = Counter[str](), Counter[str]()
     for some in groups(parts, _PARTS_PER_QUERY):
         counts = connection.execute(f"""SELECT answers.outcome, count(*),
@@ -336,8 +337,7 @@ def _tables(report: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
         rows = [(name, count, _share(count, sum(captions["outcomes"].values())))
                 for name, count in captions["outcomes"].items()]  # fmt: skip
         tables["Captions by a server"] = table(("outcome", "images", "share"), rows)
-        numbers = ("requests", "failures", "prompt_tokens", "completion_tokens")
-        rows = [(name.replace("_", " "), captions[name]) for name in numbers]
+        rows = [(name.replace("_", " "), captions[name]) for name in COUNTS]
         if captions["dollars"]:
             rows.append(("dollars per 1,000 images", f"{captions['dollars_per_1000_images']:.3f}"))
         tables["What they took"] = table(("", "number"), rows)
