@@ -77,7 +77,7 @@ class Queue:
             )
 
     def receive(self, seconds: float, visibility: float) -> list[Message]:
-        """Receive up to ten messages; wait for the first up to 20 s. SQS hides them for `visibility` seconds."""
+        """Receive up to ten messages: wait `seconds` for the first, at most 20. They stay hidden for `visibility` s."""
         with self._errors():
             answer = self._client.receive_message(
                 QueueUrl=self._url,
