@@ -59,12 +59,12 @@ def clear(out: str) -> None:
 
 def protect_answers(out: str, difference: str) -> None:
     """Raise a DataError instead of removing the captions of a server, which may have cost money."""
-    captions = read_scores_record(out).get(CAPTIONS) or {}
+    chat = (read_scores_record(out).get(CAPTIONS) or {}).get("chat")
     folders = [storage.join(out, name) for name in (f"{data_set.SCORES}/{CAPTIONS}", data_set.ANSWERS)]
-    if captions.get("chat") and any(map(storage.list_files, folders)):
+    if chat and any(map(storage.list_files, folders)):
         raise DataError(
-            f"{storage.shown(out)} has captions of {captions['chat']['model']}, which may have cost money, {difference}"
-            f"; remove {' and '.join(map(storage.shown, folders))} to do without them, or choose another folder"
+            f"{storage.shown(out)} has captions of {chat['model']} {difference}, which may have cost money; "
+            f"remove {' and '.join(map(storage.shown, folders))} to do without them, or choose another folder"
         )
 
 
