@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from fsspec.spec import AbstractBufferedFile
 
@@ -333,7 +333,7 @@ def download(
         MachineError: the store cannot be read, or the disk not be written.
     """
 
-    def fetch(store: _Store) -> None:
+    def fetch(store: "_Store") -> None:
         partial.unlink(missing_ok=True)
         store.download(uri, partial, parallel)
         if size is not None and (found := partial.stat().st_size) != size:
@@ -377,7 +377,7 @@ def retry(path: str, read: Callable[[], T]) -> T:
         OSError: another failure, at once.
     """
 
-    def request(_: _Store) -> T:
+    def request(_: "_Store") -> T:
         try:
             return read()
         except OSError as error:
@@ -417,17 +417,7 @@ def _s3(store: "_Store") -> "_S3Store":
 # Stores: each method makes one attempt.
 
 
-class _Store(Protocol):
-    def page(self, folder: str, token: str) -> tuple[list[StoredFile], str | None]:
-        """List a page of the files below a folder, and return the token of the next; None behind the last."""
-        ...
-
-    def stat(self, uri: str) -> StoredFile: ...
-    def read(self, uri: str, start: int, stop: int | None, version: str | None) -> bytes: ...
-    def download(self, uri: str, path: Path, parallel: int) -> None: ...
-
-
-def _store_of(uri: str, access: Access) -> _Store:
+def _store_of(uri: str, access: Access) -> "_Store":
     scheme = uri.partition(":")[0].lower() if is_url(uri) else "file"
     if scheme == "s3":
         _object(uri)
@@ -475,6 +465,7 @@ class _S3Store:
         self._timeout = access.timeout if access.seconds is None else max(1.0, min(access.timeout, access.seconds))
 
     def page(self, folder: str, token: str) -> tuple[list[StoredFile], str | None]:
+        """List a page of the files below a folder, and return the token of the next; None behind the last."""
         bucket, prefix = _object(folder).values()
         wanted = {"Bucket": bucket, "Prefix": prefix, "MaxKeys": _PAGE_KEYS}
         if token:
@@ -833,3 +824,6 @@ def _streaming_client(process: int, thread: int, root: str) -> Any:
     from streaming.base.storage import CloudDownloader
 
     return CloudDownloader.get(root)
+
+
+_Store = _S3Store | _WebStore | _FsspecStore

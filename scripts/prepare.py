@@ -148,11 +148,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.getLogger("PIL").setLevel(logging.CRITICAL)  # Damaged files are in the table of rejections.
     config = configuration(options)
 
-    from diffusion.preparation.prepare import explain_selection, prepare
+    from diffusion.preparation.prepare import explain_selection, prepare, preview
 
     if options.dry_run is not None:
-        from diffusion.preparation.preview import preview
-
         print(preview_text(preview(config, options.dry_run)))
         if options.config is None and len(options.words) > 1:
             print(f"\n{options.words[-1]} is taken for OUT, which a dry run does not look at")

@@ -260,10 +260,7 @@ def delete_unnamed(
 ) -> None:
     """Delete what killed runs left in a data set: unfinished files, and files of the splits that no index names.
 
-    Args:
-        dataset: the data set, a path or an s3:// URI.
-        shards: shards in the index of each `<split>/<bucket>`.
-        is_spared: chooses shards, by their path, that stay although no index names them.
+    `shards` are those in the index of each `<split>/<bucket>`. Shards whose names `is_spared` chooses stay.
     """
     named = {f"{folder}/{shard.stored.name}" for folder, listed in shards.items() for shard in listed}
     named |= {f"{folder}/{INDEX}" for folder in shards}

@@ -50,17 +50,9 @@ Sign = Callable[[bytes, str, Mark], bytes]
 def save_marked(
     image: Image.Image, path: Path, mark: Mark, *, image_format: str = "PNG", sign: Sign | None = None, **options: Any
 ) -> None:
-    """Write a generated image with its mark.
+    """Write a generated image with its mark as PNG, JPEG or WEBP, with options of Pillow's writer.
 
     The pixels are those of a file without a mark. Unless it is signed, the file depends on the arguments only.
-
-    Args:
-        image: the image.
-        path: the file.
-        mark: origin of the image.
-        image_format: PNG, JPEG or WEBP.
-        sign: adds a manifest.
-        **options: of Pillow's writer.
     """
     if image_format == "PNG":
         info = options.setdefault("pnginfo", PngInfo())

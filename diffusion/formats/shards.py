@@ -250,7 +250,12 @@ class ShardFiles:
             UnavailableError: the file cannot be read.
             ValueError: it is damaged.
         """
-        return self._repeat(path, lambda: self._read(path, index))
+
+        def read_once() -> bytes:
+            descriptor, begin, end = self._find(path, index)
+            return _exactly(os.pread(descriptor, end - begin, begin), end - begin)
+
+        return self._repeat(path, read_once)
 
     def read_column(self, path: str, index: int, layout: ShardFormat, column: str) -> Any:
         """Read one column of a sample, without the bytes of the others; errors as for `read`."""
@@ -269,10 +274,6 @@ class ShardFiles:
             raise
         except OSError:
             return storage.retry(path, read_anew)
-
-    def _read(self, path: str, index: int) -> bytes:
-        descriptor, begin, end = self._find(path, index)
-        return _exactly(os.pread(descriptor, end - begin, begin), end - begin)
 
     def _read_column(self, path: str, index: int, layout: ShardFormat, column: str) -> Any:
         descriptor, start, _ = self._find(path, index)
@@ -398,9 +399,7 @@ _DECODERS: dict[str, Callable[[bytes], Any]] = {
 def encode_sample(sample: Mapping[str, Any], columns: Mapping[str, str]) -> bytes:
     """Return the bytes of a sample in a shard: the sizes of the columns that have none of their own, then the columns.
 
-    Args:
-        sample: value of each column.
-        columns: MDS type of each column.
+    Values and MDS types are given by column.
     """
     sizes, data = [], []
     for name in sorted(columns):
@@ -436,22 +435,12 @@ _ENCODERS: dict[str, Callable[[Any], bytes]] = {
 
 
 def shard_name(number: int, *, part: int = 0) -> str:
-    """Name of an uncompressed shard.
-
-    Args:
-        number: number of the shard in its folder.
-        part: number among the files that a shard of this number was cut into.
-    """
+    """Name an uncompressed shard of a folder; `part` is a number among the files that it was cut into."""
     return f"shard.{number:05}{f'.p{part}' if part else ''}.mds"
 
 
 def encode_shard(samples: Sequence[bytes], name: str, shards: ShardFormat) -> tuple[bytes, Shard]:
-    """Make a shard.
-
-    Args:
-        samples: as `encode_sample` returns them.
-        name: name of the uncompressed shard, such as that of `shard_name`.
-        shards: its format.
+    """Make a shard of samples from `encode_sample`; `name` is that of the uncompressed file.
 
     Returns:
         Content of its file (`stored`), and its entry for the index.
@@ -479,11 +468,7 @@ def _hash_of(content: bytes, kind: str) -> str:
 
 
 def read_shard(folder: Path | str, shard: Shard) -> list[bytes]:
-    """Read a shard: its samples as `encode_sample` made them, which a `SampleDecoder` decodes.
-
-    Args:
-        folder: the MDS folder, a path or an s3:// URI.
-        shard: the shard's entry in the index.
+    """Read a shard of an MDS folder (path or s3://): its samples as `encode_sample` made them.
 
     Raises:
         DataError: the file is missing or damaged.

@@ -15,7 +15,6 @@ one with
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image
@@ -24,8 +23,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import CLIPImageProcessor, CLIPVisionModelWithProjection
 
-from diffusion.errors import DataError, error_context
-from diffusion.preparation.plugins import check_model_folder, choose_device, choose_dtype, load_part
+from diffusion.errors import DataError
+from diffusion.preparation.plugins import load_model
 
 DIGITS = 3
 """Decimals of a score: more would show how a batch was cut, by the rounding of its sums."""
@@ -50,33 +49,21 @@ class AestheticScore:
             ConfigurationError: there is no such precision.
             MachineError: there is no such device.
         """
-        self._dtype = choose_dtype(precision)
-        self._device = choose_device(device)
-        folder = check_model_folder(clip, "clip", "CLIP", "preprocessor_config.json")
-        with error_context("clip"):
-            self._processor: Any = load_part(CLIPImageProcessor, folder)
-            model: Any = load_part(CLIPVisionModelWithProjection, folder, dtype=self._dtype)
-        self._clip = model.eval().to(self._device)
-        self._head = load_head(Path(head), model.config.projection_dim).to(self._device)
+        classes = CLIPImageProcessor, CLIPVisionModelWithProjection
+        self._processor, self._clip = load_model(clip, "clip", "CLIP", classes, device=device, precision=precision)
+        self._head = load_head(Path(head), self._clip.config.projection_dim).to(self._clip.device)
 
     @torch.inference_mode()
     def __call__(self, images: Sequence[Image.Image], captions: Sequence[list[str]]) -> list[float]:
         """Return the score of each image; captions are ignored."""
         pixels = self._processor(list(images), return_tensors="pt")["pixel_values"]
-        embeddings = self._clip(pixels.to(self._device, self._dtype)).image_embeds.float()
+        embeddings = self._clip(pixels.to(self._clip.device, self._clip.dtype)).image_embeds.float()
         scores = self._head(nn.functional.normalize(embeddings, dim=-1)).squeeze(-1)
         return [round(score, DIGITS) for score in scores.double().tolist()]
 
 
 def load_head(path: Path, num_features: int) -> nn.Sequential:
-    """Load a linear head; no code is run.
-
-    Args:
-        path: a safetensors file.
-        num_features: length of an embedding.
-
-    Returns:
-        Linear layers, [B, features] to [B, 1].
+    """Load a linear head, [B, features] to [B, 1], from a safetensors file; no code is run.
 
     Raises:
         DataError: there is no such file, it is damaged, or its layers do not fit.

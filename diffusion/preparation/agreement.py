@@ -8,7 +8,6 @@ filters: {conditions: [{column: clip_score, min: 20}]}
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from PIL import Image
@@ -16,8 +15,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import CLIPModel, CLIPProcessor
 
-from diffusion.errors import error_context
-from diffusion.preparation.plugins import check_model_folder, choose_device, choose_dtype, load_part
+from diffusion.preparation.plugins import load_model
 
 DIGITS = 2
 """Decimals of a score: more would show how a batch was cut, by the rounding of its sums."""
@@ -42,12 +40,8 @@ class ClipScore:
             ConfigurationError: there is no such precision.
             MachineError: there is no such device.
         """
-        self._dtype = choose_dtype(precision)
-        self._device = choose_device(device)
-        folder = check_model_folder(clip, "clip", "CLIP", "preprocessor_config.json")
-        with error_context("clip"):
-            self._processor: Any = load_part(CLIPProcessor, folder)
-            self._clip: Any = load_part(CLIPModel, folder, dtype=self._dtype).eval().to(self._device)
+        classes = CLIPProcessor, CLIPModel
+        self._processor, self._clip = load_model(clip, "clip", "CLIP", classes, device=device, precision=precision)
 
     @torch.inference_mode()
     def __call__(self, images: Sequence[Image.Image], captions: Sequence[list[str]]) -> list[float | None]:
@@ -57,8 +51,8 @@ class ClipScore:
             return [None] * len(images)
         inputs = self._processor(
             text=texts, images=list(images), return_tensors="pt", padding=True, truncation=True
-        ).to(self._device)  # fmt: skip
-        inputs["pixel_values"] = inputs["pixel_values"].to(self._dtype)
+        ).to(self._clip.device)  # fmt: skip
+        inputs["pixel_values"] = inputs["pixel_values"].to(self._clip.dtype)
         outputs = self._clip(**inputs)
         of_images, of_texts = (normalize(one.float(), dim=-1) for one in (outputs.image_embeds, outputs.text_embeds))
         scores: list[float | None] = []

@@ -8,14 +8,13 @@ captioner:
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from diffusion.errors import ConfigurationError, error_context
-from diffusion.preparation.plugins import check_model_folder, choose_device, choose_dtype, load_part
+from diffusion.errors import ConfigurationError
+from diffusion.preparation.plugins import load_model
 
 
 class ImageToText:
@@ -49,17 +48,18 @@ class ImageToText:
             raise ConfigurationError(
                 f"max_new_tokens is {max_new_tokens} and num_beams is {num_beams}; both must be 1 or more"
             )
-        dtype = choose_dtype(precision)
-        self._device = choose_device(device)
         # transformers 5 writes one file for the whole processor.
         whole = "processor_config.json"
         processor = whole if Path(folder, whole).is_file() else "preprocessor_config.json"
-        path = check_model_folder(folder, "folder", "an image-to-text model", processor)
-        with error_context("folder"):
-            self._processor: Any = load_part(AutoProcessor, path)
-            model: Any = load_part(AutoModelForImageTextToText, path, dtype=dtype)
-        self._model = model.eval().to(self._device)
-        self._dtype = dtype
+        self._processor, self._model = load_model(
+            folder,
+            "folder",
+            "an image-to-text model",
+            (AutoProcessor, AutoModelForImageTextToText),
+            device=device,
+            precision=precision,
+            processor_file=processor,
+        )
         self._prompt = prompt
         self._options = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "do_sample": False}
 
@@ -67,7 +67,7 @@ class ImageToText:
     def __call__(self, images: Sequence[Image.Image], captions: Sequence[list[str]]) -> list[str]:
         """Return a caption for each image; those of the source are ignored."""
         texts = {} if self._prompt is None else {"text": [self._prompt] * len(images)}
-        inputs = self._processor(images=list(images), return_tensors="pt", **texts).to(self._device)
-        inputs["pixel_values"] = inputs["pixel_values"].to(self._dtype)
+        inputs = self._processor(images=list(images), return_tensors="pt", **texts).to(self._model.device)
+        inputs["pixel_values"] = inputs["pixel_values"].to(self._model.dtype)
         tokens = self._model.generate(**inputs, **self._options)
         return [text.strip() for text in self._processor.batch_decode(tokens, skip_special_tokens=True)]

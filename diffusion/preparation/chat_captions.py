@@ -73,21 +73,13 @@ class Answer:
     """Beginning of an answer that cannot be used, or message of the server."""
 
 
+COUNTS = ("requests", "failures", "prompt_tokens", "completion_tokens")
+"""Fields of an answer that are added up, beside the dollars."""
+
 ANSWER_TYPE = pa.struct(
-    {
-        "outcome": pa.string(),
-        "requests": pa.int64(),
-        "failures": pa.int64(),
-        "prompt_tokens": pa.int64(),
-        "completion_tokens": pa.int64(),
-        "dollars": pa.float64(),
-        "detail": pa.string(),
-    }
+    {"outcome": pa.string(), **dict.fromkeys(COUNTS, pa.int64()), "dollars": pa.float64(), "detail": pa.string()}
 )
 """Type of the column `answers` beside the captions: an `Answer` without its texts."""
-
-
-_NUMBERS = ("requests", "failures", "prompt_tokens", "completion_tokens", "dollars")
 
 
 class _UselessError(ConfigurationError):
@@ -356,7 +348,7 @@ def _read_row(row: Any) -> tuple[str, Answer] | None:
 
 def count_answer(answer: Answer) -> Counter[str]:
     """Return an answer's numbers, to be added up."""
-    numbers = {name: getattr(answer, name) or 0 for name in _NUMBERS}
+    numbers = {name: getattr(answer, name) or 0 for name in (*COUNTS, "dollars")}
     return Counter({"images": 1, answer.outcome.value: 1, **numbers})
 
 

@@ -32,7 +32,7 @@ from diffusion.preparation.prepare import discard_unfinished, prepare
 from diffusion.preparation.records import NothingKeptError, Partition
 from diffusion.preparation.scan import Scan, Scanner, ScanTask, Taken, local_metadata, open_configured
 from diffusion.preparation.sources import Source
-from diffusion.preparation.sources.detection import is_empty, path_of
+from diffusion.preparation.sources.detection import is_empty, source_config
 from diffusion.preparation.sources.reading import file_of
 from diffusion.storage import UnavailableError
 
@@ -83,7 +83,7 @@ class Ingestion:
         attempts: int,
         report: bool = True,
     ) -> None:
-        if queue is not None and not any(path_of(entry).startswith("s3://") for entry in config.sources):
+        if queue is not None and not any(source_config(entry).path.startswith("s3://") for entry in config.sources):
             raise ConfigurationError("--queue: no source is in S3; name the bucket (s3://BUCKET/PREFIX), or poll")
         self._config, self._queue, self._report = config, queue, report
         self._interval, self._size, self._poll, self._attempts = interval, size, poll, attempts

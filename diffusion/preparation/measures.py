@@ -100,10 +100,7 @@ def is_truncated(data: bytes, rgb: Image.Image, max_pixels: int) -> bool:
     where they mean anything but a flat area (as a copy over a failing disk leaves them), or its decoder still wants
     data before that marker: where a corner has the grey of missing data, more data change the image.
 
-    Args:
-        data: the whole file.
-        rgb: the image that `decode_reduced` made of it at `REDUCED_SIDE`.
-        max_pixels: as for `decode_reduced`.
+    `rgb` is the image that `decode_reduced` made of the file at `REDUCED_SIDE`.
     """
     if data[:3] != b"\xff\xd8\xff":
         return False
@@ -172,18 +169,12 @@ def file_format(data: bytes) -> str:
 
 
 def perceptual_hash(rgb: Image.Image) -> int:
-    """Hash what an image looks like: copies that were resized or recompressed differ in a few of 64 bits.
+    """Hash what an RGB image looks like: copies that were resized or recompressed differ in a few of 64 bits.
 
     Brightness makes 48 bits: of the discrete cosine transform of 32 x 32 values, the lowest frequencies are compared
     with their median (pHash: Zauner 2010). Colour makes 16, so that a green heart is not a brown one:
-    whether each of the 8 lowest frequencies of Cb and Cr is above a small value. The arithmetic is exact: the hash is
-    the same on every machine.
-
-    Args:
-        rgb: Mode RGB, any size.
-
-    Returns:
-        The hash, below 2^64; the bits of the brightness are the high ones.
+    whether each of the 8 lowest frequencies of Cb and Cr is above a small value. The bits of the brightness are the
+    high ones. The arithmetic is exact: the hash is the same on every machine.
     """
     transform, bright, coloured = _frequencies()
     small = resample(rgb, (HASH_SIDE, HASH_SIDE), Image.Resampling.BOX).convert("YCbCr")
@@ -201,11 +192,11 @@ def sharpness(rgb: Image.Image) -> float:
     """Return the variance of the Laplacian (four neighbours) in squared grey values of 256, at `REDUCED_SIDE`.
 
     Images below 3 px have 0.
-
-    Args:
-        rgb: Mode RGB, any size.
     """
-    grey = _reduced_grey(rgb)
+    grey, shrink = rgb.convert("L"), max(rgb.size) / REDUCED_SIDE
+    if shrink > 1:
+        size = max(round(rgb.width / shrink), 1), max(round(rgb.height / shrink), 1)
+        grey = resample(grey, size, Image.Resampling.BOX)
     pixels = np.frombuffer(grey.tobytes(), np.uint8).reshape(grey.height, grey.width).astype(np.int16)
     if min(pixels.shape) < 3:
         return 0.0
@@ -215,16 +206,6 @@ def sharpness(rgb: Image.Image) -> float:
     laplacian -= pixels[1:-1, 1:-1] * np.int16(4)
     wide = laplacian.astype(np.int32).ravel()
     return float(wide @ wide) / wide.size - (float(wide.sum()) / wide.size) ** 2
-
-
-def _reduced_grey(rgb: Image.Image) -> Image.Image:
-    """Return an image in grey whose longer side is at most `REDUCED_SIDE`."""
-    width, height = rgb.size
-    shrink = max(width, height) / REDUCED_SIDE
-    grey = rgb.convert("L")
-    if shrink <= 1:
-        return grey
-    return resample(grey, (max(round(width / shrink), 1), max(round(height / shrink), 1)), Image.Resampling.BOX)
 
 
 @functools.cache

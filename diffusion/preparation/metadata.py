@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from diffusion import storage
 from diffusion.errors import ConfigurationError, DataError, MachineError, first_line, similar_names
+from diffusion.files import atomic_path
 from diffusion.formats.data_set import METADATA, PACKED, SCORES, SELECTION
 from diffusion.preparation.layout import CAPTIONS, GENERATED_CAPTIONS, RESERVED, SCHEMA, local_copies, part_name
 from diffusion.preparation.records import Reason
@@ -58,6 +59,9 @@ def removed_row(row: Mapping[str, Any], partition_file: str) -> dict[str, Any]:
 MEASURES = ("width", "height", "bytes", "format", "xxh128", "phash", "sharpness", "aspect_ratio")
 """Columns that filters know by these names; other names are those of scores, or keys of the source's metadata."""
 
+ROWS_PER_GROUP = 131_072
+"""Rows of a row group of the files that queries write."""
+
 MEMORY = "40%"
 """Share of the memory of the machine or container for DuckDB; more goes to a temporary folder."""
 
@@ -92,10 +96,26 @@ class MetadataDatabase:
 
     def read(self, folder: str, parts: Sequence[int]) -> str:
         """Write a query of a folder's files of some parts, with part and row number."""
+        names = [storage.join(folder, part_name(part)) for part in parts]
         if storage.is_url(self.out):
-            names = [storage.join(folder, part_name(part)) for part in parts]
             local_copies(self.out, [name for name in names if not (self.folder / name).exists()], self.folder)
-        return _read_parquet(self.folder / folder, parts)
+        paths = ", ".join(literal(as_pattern(str(self.folder / name))) for name in names)
+        return f"""(
+            SELECT * EXCLUDE (filename, file_row_number), parse_filename(filename, true)::INTEGER AS part,
+                file_row_number::INTEGER AS row_number
+            FROM read_parquet([{paths}], filename = true, file_row_number = true, hive_partitioning = false)
+        )"""
+
+    def write(self, query: str, name: str) -> None:
+        """Write the result of an ordered query as a parquet file of the data set; threads do not change its bytes."""
+        path, uri = self.folder / name, storage.join(self.out, name)
+        options = f"FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {ROWS_PER_GROUP}"
+        with storage.writing(str(path)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_path(path) as partial:
+                self.connection.execute(f"COPY ({query}) TO {literal(str(partial))} ({options})").fetchall()
+        if storage.is_url(uri):
+            storage.upload(path, uri)
 
     def images(self, parts: Sequence[int], keys: Sequence[str] = (), types: Mapping[str, str] | None = None) -> str:
         """Write a query of the images of some parts.
@@ -270,15 +290,11 @@ def _pointer(key: str) -> str:
     return literal("/" + key.replace("~", "~0").replace("/", "~1"))
 
 
-def _read_parquet(folder: Path, parts: Sequence[int]) -> str:
-    """Write a query of some files with part and row number."""
-    paths = ", ".join(literal(as_pattern(str(folder / part_name(part)))) for part in parts)
-    return f"""(
-        SELECT * EXCLUDE (filename, file_row_number), parse_filename(filename, true)::INTEGER AS part,
-            file_row_number::INTEGER AS row_number
-        FROM read_parquet([{paths}], filename = true, file_row_number = true,
-            hive_partitioning = false)
-    )"""
+def read_files(out: str, names: Collection[str], target: Path) -> str:
+    """Write a query of parquet files of a data set; `target` holds copies of those that had to be downloaded."""
+    folder = local_copies(out, names, target)
+    paths = ", ".join(literal(as_pattern(str(folder / name))) for name in names)
+    return f"read_parquet([{paths}], hive_partitioning = false)"
 
 
 def as_pattern(path: str) -> str:

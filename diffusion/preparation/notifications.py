@@ -77,12 +77,7 @@ class Queue:
             )
 
     def receive(self, seconds: float, visibility: float) -> list[Message]:
-        """Receive up to ten messages.
-
-        Args:
-            seconds: longest wait for the first; at most 20 s.
-            visibility: seconds in which they are not delivered again.
-        """
+        """Receive up to ten messages: wait `seconds` for the first, at most 20. They stay hidden for `visibility` s."""
         with self._errors():
             answer = self._client.receive_message(
                 QueueUrl=self._url,

@@ -9,33 +9,14 @@ from pathlib import Path
 from diffusion import storage
 from diffusion.errors import DataError, MachineError
 from diffusion.files import PARTIAL, lock
-from diffusion.formats.data_set import (
-    ANSWERS,
-    DEAD_LETTERS,
-    LISTINGS,
-    MANIFEST,
-    METADATA,
-    PACKED,
-    POSITIONS,
-    REMOVED,
-    REMOVED_SAMPLES,
-    REPORT_NUMBERS,
-    REPORT_PAGE,
-    REREAD,
-    SCAN,
-    SCORES,
-    SCORES_RECORD,
-    SELECTION,
-    SPLITS,
-    WRITER,
-    read_kind,
-)
+from diffusion.formats import data_set
 from diffusion.operations.lease import Applicant, await_lease, held
+from diffusion.preparation.layout import CAPTIONS, read_scores_record
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 """EBADF: NFS locks only what can be opened for writing, which a folder cannot."""
 
-_ALLOWED = (WRITER, LISTINGS, REMOVED, REREAD, DEAD_LETTERS, "lost+found")
+_ALLOWED = (data_set.WRITER, data_set.LISTINGS, data_set.REMOVED, data_set.REREAD, data_set.DEAD_LETTERS, "lost+found")
 """Names that may be there before the first scan has begun."""
 
 
@@ -50,7 +31,7 @@ def claim(out: str, kind: str | None = None) -> Iterator[None]:
         DataError: the folder holds another data set, or other files.
         MachineError: another process is writing there, or the folder cannot be written to.
     """
-    with _leased(storage.join(out, WRITER)) if storage.is_url(out) else _locked(out):
+    with _leased(storage.join(out, data_set.WRITER)) if storage.is_url(out) else _locked(out):
         if kind is not None:
             _check_content(out, kind)
             if not storage.is_url(out):
@@ -61,16 +42,30 @@ def claim(out: str, kind: str | None = None) -> Iterator[None]:
 
 def clear_result(out: str) -> None:
     """Remove what was selected and written; the manifest goes first. What was taken down stays known."""
-    storage.delete([storage.join(out, MANIFEST)])
-    clear_folders(out, POSITIONS, *SPLITS, SELECTION, PACKED)  # Without positions no shard is taken for a finished one.
-    storage.delete(storage.join(out, name) for name in (REMOVED_SAMPLES, REPORT_PAGE, REPORT_NUMBERS))
+    storage.delete([storage.join(out, data_set.MANIFEST)])
+    # Positions first: without them no shard is taken for a finished one.
+    clear_folders(out, data_set.POSITIONS, *data_set.SPLITS, data_set.SELECTION, data_set.PACKED)
+    storage.delete(
+        storage.join(out, name) for name in (data_set.REMOVED_SAMPLES, data_set.REPORT_PAGE, data_set.REPORT_NUMBERS)
+    )
 
 
 def clear(out: str) -> None:
     """Remove a prepared data set; `scan.json`, by which the rest is known if this is stopped, goes last."""
     clear_result(out)
-    clear_folders(out, SCORES, ANSWERS, METADATA, LISTINGS, REREAD)
-    storage.delete([storage.join(out, SCORES_RECORD), storage.join(out, SCAN)])
+    clear_folders(out, data_set.SCORES, data_set.ANSWERS, data_set.METADATA, data_set.LISTINGS, data_set.REREAD)
+    storage.delete([storage.join(out, data_set.SCORES_RECORD), storage.join(out, data_set.SCAN)])
+
+
+def protect_answers(out: str, difference: str) -> None:
+    """Raise a DataError instead of removing the captions of a server, which may have cost money."""
+    chat = (read_scores_record(out).get(CAPTIONS) or {}).get("chat")
+    folders = [storage.join(out, name) for name in (f"{data_set.SCORES}/{CAPTIONS}", data_set.ANSWERS)]
+    if chat and any(map(storage.list_files, folders)):
+        raise DataError(
+            f"{storage.shown(out)} has captions of {chat['model']} {difference}, which may have cost money; "
+            f"remove {' and '.join(map(storage.shown, folders))} to do without them, or choose another folder"
+        )
 
 
 def clear_folders(out: str, *names: str) -> None:
@@ -83,12 +78,12 @@ def clear_folders(out: str, *names: str) -> None:
 
 
 def _check_content(out: str, kind: str) -> None:
-    if found := read_kind(out):
+    if found := data_set.read_kind(out):
         if found != kind:
             raise DataError(
                 f"{storage.shown(out)} holds another data set (kind {found!r}, not {kind!r}); choose another folder"
             )
-    elif not storage.exists(storage.join(out, SCAN)):
+    elif not storage.exists(storage.join(out, data_set.SCAN)):
         check_empty(out, _ALLOWED)
 
 
@@ -122,7 +117,7 @@ def _locked(out: str) -> Iterator[None]:
                 raise MachineError(
                     f"cannot write to {out}: {error.strerror or error}; choose a folder that can be written to"
                 ) from error
-            stack.enter_context(_leased(Path(out) / WRITER))
+            stack.enter_context(_leased(Path(out) / data_set.WRITER))
         yield
 
 

@@ -26,13 +26,7 @@ class Pack(NamedTuple):
 
 
 class Packs:
-    """The packed files of a kind that fit, and the items that are in none.
-
-    Args:
-        out: folder of the data set, path or s3://.
-        kind: name of the folder below `packed`.
-        identities: what identifies each item.
-    """
+    """The packed files of a kind (a folder below `packed`) that fit, and the items that are in none."""
 
     def __init__(self, out: str, kind: str, identities: Sequence[str]) -> None:
         self._folder, self._identities = storage.join(PACKED, kind), identities

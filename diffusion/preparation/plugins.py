@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.errors import ConfigurationError, DataError, MachineError, error_context
 from diffusion.plugins import import_plugin
 from diffusion.preparation.config import CaptionerConfig, CaptionMode, PrepareConfig, ScorerConfig
 from diffusion.preparation.layout import RESERVED
@@ -153,41 +153,53 @@ def clean_score(value: Any) -> float | str | None:
 # What the plug-ins of this package have in common: models from local folders, never downloaded, never run as code.
 
 
-def check_model_folder(folder: str | Path, key: str, what: str, *more: str) -> Path:
-    """Check that a folder holds a model in the layout of transformers, with safetensors.
+def load_model(
+    folder: str,
+    key: str,
+    what: str,
+    classes: tuple[type[Any], type[Any]],
+    *,
+    device: str | None,
+    precision: str,
+    processor_file: str = "preprocessor_config.json",
+) -> tuple[Any, Any]:
+    """Load processor and model from a folder in the layout of transformers, with safetensors.
 
     Args:
-        folder: the folder, which is returned.
+        folder: the folder.
         key: argument of the plug-in, for messages.
-        what: what should be in it, for messages.
-        more: names of further files that are needed.
+        what: content of the folder, for messages.
+        classes: of the processor and of the model, in transformers.
+        device: as for `choose_device`.
+        precision: of the weights: `fp32`, `bf16` or `fp16`.
+        processor_file: file of the processor.
 
     Raises:
-        DataError: a file is missing.
+        DataError: a file is missing, or a configuration cannot be read.
+        ConfigurationError: there is no such device or precision, or the folder is refused.
+        MachineError: the worker has no such device.
     """
-    folder = Path(folder)
-    missing = [name for name in ("config.json", *more) if not (folder / name).is_file()]
-    if not any(folder.glob("*.safetensors")):
+    import torch
+
+    from diffusion.models.model_folders import load_pretrained  # Here: the package `models` takes seconds.
+
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    if precision not in dtypes:
+        raise ConfigurationError(f"precision: {precision!r} is not one of {', '.join(dtypes)}")
+    chosen = choose_device(device)
+    missing = [name for name in ("config.json", processor_file) if not Path(folder, name).is_file()]
+    if not any(Path(folder).glob("*.safetensors")):
         missing.append("model.safetensors")
     if missing:
         raise DataError(
             f"{key}: {folder} has no {' and no '.join(missing)}; put {what} there as `save_pretrained` writes it "
             "(weights as safetensors; nothing is downloaded)"
         )
-    return folder
-
-
-def load_part(kind: type[Any], folder: Path, **options: Any) -> Any:
-    """Load a part of a model, of a class of transformers, from a folder in which no file is missing.
-
-    Raises:
-        ConfigurationError: it is refused, or cannot be loaded.
-        DataError: a configuration cannot be read.
-    """
-    from diffusion.models.model_folders import load_pretrained  # Here: the package `models` takes seconds.
-
-    remedy = "Put a model there as `save_pretrained` writes it"
-    return load_pretrained(kind, folder, local_files_only=True, remedy=remedy, **options)
+    options: dict[str, Any] = {"local_files_only": True, "remedy": "Put a model there as `save_pretrained` writes it"}
+    with error_context(key):
+        processor = load_pretrained(classes[0], folder, **options)
+        model = load_pretrained(classes[1], folder, dtype=dtypes[precision], **options)
+    return processor, model.eval().to(chosen)
 
 
 def choose_device(device: str | None) -> "torch.device":
@@ -209,13 +221,3 @@ def choose_device(device: str | None) -> "torch.device":
             "num_gpus, or give `device: cpu`"
         )
     return chosen
-
-
-def choose_dtype(precision: str) -> "torch.dtype":
-    """Return the type of the weights; a ConfigurationError if there is no such precision."""
-    import torch
-
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    if precision not in dtypes:
-        raise ConfigurationError(f"precision: {precision!r} is not one of {', '.join(dtypes)}")
-    return dtypes[precision]

@@ -1,9 +1,11 @@
 """Sources to prepared data in four stages: scan, score, select, write (docs/architecture.md)."""
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from diffusion import storage
@@ -11,28 +13,28 @@ from diffusion.config.fields import check_sections
 from diffusion.config.loading import to_dict
 from diffusion.distributed import num_cores
 from diffusion.errors import DataError
-from diffusion.formats.data_set import (
-    LISTINGS,
-    MANIFEST,
-    METADATA,
-    PACKED,
-    REPORT_NUMBERS,
-    SCAN,
-    SCORES,
-    PreparedManifest,
-)
+from diffusion.formats import data_set
+from diffusion.formats.data_set import PreparedManifest
 from diffusion.preparation.config import STAGES, PrepareConfig
 from diffusion.preparation.engine import Workers
 from diffusion.preparation.explain import explain
 from diffusion.preparation.layout import CAPTIONS, part_name, part_numbers
 from diffusion.preparation.output import claim, clear_folders, clear_result
 from diffusion.preparation.plugins import check_plugins, determining, load_plugin
-from diffusion.preparation.records import NothingKeptError
+from diffusion.preparation.records import NothingKeptError, Partition
 from diffusion.preparation.removed import read_keys
-from diffusion.preparation.scan import Scan, Taken, changed_settings, scan_sources
+from diffusion.preparation.scan import (
+    Scan,
+    Scanner,
+    ScanTask,
+    Taken,
+    changed_settings,
+    open_configured,
+    scan_sources,
+)
 from diffusion.preparation.score import score
+from diffusion.preparation.select import Selection, read_selection, select
 from diffusion.preparation.select import check as check_selection
-from diffusion.preparation.select import read_selection, select
 from diffusion.preparation.takedown import reject_scanned, take_down
 from diffusion.preparation.write import discard_growth, shard_format, write
 from diffusion.reports.tables import text_table
@@ -41,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 _NOT_OF_THE_DATA = ("sources", "out", "engine", "workers", "ray", "scratch")
 """Keys that do not determine the data. Sources are compared by the scan."""
+
+_PARTITIONS = 16
+"""Partitions of a source, spread over it, of which a dry run takes images."""
 
 
 def prepare(
@@ -79,11 +84,9 @@ def prepare(
             something else, or a data set of other settings.
         MachineError: a file cannot be read or written, or a worker died.
     """
-    check_sections(config)
+    _check(config)
     if not storage.is_url(config.out):
         config = replace(config, out=str(Path(config.out).absolute()))  # Workers run elsewhere.
-    check_plugins(config)
-    check_selection(config)
     out = config.out
     finished = None if overwrite else PreparedManifest.find(out)
     settings = _settings(config)
@@ -102,10 +105,9 @@ def prepare(
     with claim(out, PreparedManifest.KIND):
         if removed is not None and finished is None:
             reject_scanned(out, read_keys(removed))
-        is_chat = config.captioner is not None and config.captioner.chat is not None
-        if is_chat and "score" in stages and _lacks_captions(out):
-            assert config.captioner is not None
-            load_plugin(config.captioner, "captioner")  # No server there: before hours of scanning.
+        captioner = config.captioner
+        if captioner and captioner.chat and "score" in stages and _lacks_captions(out):
+            load_plugin(captioner, "captioner")  # No server there: before hours of scanning.
         if "scan" in stages:
             scan = scan_sources(config, workers=workers, progress=progress, overwrite=overwrite, only=only)
         else:
@@ -115,7 +117,7 @@ def prepare(
         if "select" in stages:
             if finished is None:
                 # A mistake in the conditions is found before anything is removed.
-                is_replaced = storage.exists(storage.join(out, MANIFEST))
+                is_replaced = storage.exists(storage.join(out, data_set.MANIFEST))
                 if is_replaced and explain(out, config, scan)[-1].remaining == 0:
                     raise NothingKeptError(f"no image passes the conditions; {storage.shown(out)} stays as it is")
                 scan = _begin_anew(out, scan)
@@ -133,6 +135,12 @@ def prepare(
     return manifest
 
 
+def _check(config: PrepareConfig) -> None:
+    check_sections(config)
+    check_plugins(config)
+    check_selection(config)
+
+
 def _settings(config: PrepareConfig) -> dict[str, Any]:
     settings = {name: value for name, value in to_dict(config).items() if name not in _NOT_OF_THE_DATA}
     if settings["captioner"] is not None:
@@ -143,21 +151,21 @@ def _settings(config: PrepareConfig) -> dict[str, Any]:
 
 def _lacks_captions(out: str) -> bool:
     """Return whether a partition is not captioned yet, or nothing is scanned."""
-    if not storage.exists(storage.join(out, SCAN)):
+    if not storage.exists(storage.join(out, data_set.SCAN)):
         return True
-    captioned = part_numbers(storage.join(out, SCORES, CAPTIONS))
+    captioned = part_numbers(storage.join(out, data_set.SCORES, CAPTIONS))
     return any(one.number not in captioned for one in Scan.read(out).partitions)
 
 
 def _is_report_due(out: str, manifest: PreparedManifest) -> bool:
     """Check whether the report is missing, or shows less than nine tenths of the images."""
-    shown = storage.read_json(storage.join(out, REPORT_NUMBERS), None)
+    shown = storage.read_json(storage.join(out, data_set.REPORT_NUMBERS), None)
     return shown is None or 10 * sum(shown[name]["images"] for name in ("kept", "rejected")) < 9 * manifest.seen
 
 
 def _begin_anew(out: str, scan: Scan) -> Scan:
     """Remove a finished data set but for metadata and scores; what is not finished is one generation."""
-    if storage.exists(storage.join(out, MANIFEST)):
+    if storage.exists(storage.join(out, data_set.MANIFEST)):
         logger.info("%s is replaced", storage.shown(out))
         clear_result(out)
     if all(partition.generation == 0 for partition in scan.partitions):
@@ -174,7 +182,7 @@ def discard_unfinished(out: str) -> bool:
     `scan.json`, by which the rest is known, is written last, so that another call can continue.
     """
     with claim(out, PreparedManifest.KIND):
-        if not storage.exists(storage.join(out, SCAN)):
+        if not storage.exists(storage.join(out, data_set.SCAN)):
             return False
         scan, manifest = Scan.read(out), PreparedManifest.find(out)
         finished = len(manifest.generations) if manifest else 0
@@ -184,12 +192,12 @@ def discard_unfinished(out: str) -> bool:
             return False
         discard_growth(out, finished, later[-1].generation + 1, first_task)
         names = {part_name(one.number) for one in later}
-        scores = storage.list_files(storage.join(out, SCORES))
-        storage.delete(storage.join(out, SCORES, name) for name in scores if name.rpartition("/")[2] in names)
-        clear_folders(out, PACKED)
-        storage.delete(storage.join(out, METADATA, name) for name in names)
+        scores = storage.list_files(storage.join(out, data_set.SCORES))
+        storage.delete(storage.join(out, data_set.SCORES, name) for name in scores if name.rpartition("/")[2] in names)
+        clear_folders(out, data_set.PACKED)
+        storage.delete(storage.join(out, data_set.METADATA, name) for name in names)
         replace(scan, partitions=scan.partitions[: -len(later)]).write(out)
-        clear_folders(out, LISTINGS)
+        clear_folders(out, data_set.LISTINGS)
     return True
 
 
@@ -200,3 +208,45 @@ def explain_selection(config: PrepareConfig) -> str:
     rows = [("condition", "rejects alone", "rejects first", "remaining")]
     rows += [(one.condition or "scan", str(one.alone), str(one.first), str(one.remaining)) for one in costs]
     return "\n".join(text_table(rows))
+
+
+def preview(config: PrepareConfig, number: int) -> Selection:
+    """Scan, score and select some images of each source; nothing is written but a temporary folder.
+
+    `out` is ignored, and so is `buckets.min_samples`, which a few images do not reach.
+
+    Raises:
+        ConfigurationError: a setting is wrong.
+        DataError: a source is missing or unknown, or has no images.
+        MachineError: a source cannot be read.
+    """
+    _check(config)
+    sources = open_configured(config)
+    with TemporaryDirectory(prefix="preview-", dir=config.scratch) as out:
+        config = replace(config, out=out, buckets=replace(config.buckets, min_samples=None, reject_small=False))
+        scanner = Scanner(out, to_dict(config.limits))
+        scanned: list[Partition] = []
+        for index, source in enumerate(sources):
+            partitions, left = _spread(source.partitions().checked().new)[:number], number
+            for i, partition in enumerate(partitions):
+                partition = replace(partition, number=len(scanned), source=index)
+                few = math.ceil(left / (len(partitions) - i))
+                left -= scanner(ScanTask(source, partition, limit=few)).num_images
+                scanned.append(partition)
+        if not scanned:
+            raise DataError(f"the sources hold no images: {', '.join(source.path for source in sources)}")
+        scan = Scan(sources, scanned)
+        score(config, scan, workers=Workers())
+        return select(out, config, scan)
+
+
+def _spread(partitions: Iterable[Partition]) -> list[Partition]:
+    """Choose partitions at equal distances from a stream of unknown length."""
+    chosen: list[Partition] = []
+    step = 1
+    for i, partition in enumerate(partitions):
+        if i % step == 0:
+            chosen.append(partition)
+        if len(chosen) == 2 * _PARTITIONS:
+            chosen, step = chosen[::2], 2 * step
+    return [chosen[i * len(chosen) // _PARTITIONS] for i in range(_PARTITIONS)] if len(chosen) > _PARTITIONS else chosen

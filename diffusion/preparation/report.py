@@ -25,15 +25,16 @@ from diffusion.config.fields import size_text
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.errors import DataError, MachineError
 from diffusion.formats.data_set import ANSWERS, REPORT_NUMBERS, REPORT_PAGE, SCORES, SELECTION, folder_order
-from diffusion.preparation.layout import CAPTIONS, LOCATION, local_copies, part_name, read_schema
+from diffusion.preparation.chat_captions import COUNTS
+from diffusion.preparation.layout import CAPTIONS, LOCATION, part_name, read_schema
 from diffusion.preparation.metadata import (
     MetadataDatabase,
     add_table,
-    as_pattern,
     groups,
     identifier,
     literal,
     open_database,
+    read_files,
 )
 from diffusion.preparation.records import Location, Reason
 from diffusion.preparation.scan import Scan
@@ -72,12 +73,7 @@ Row = dict[str, Any]
 
 
 def write_report(out: str, scan: Scan, *, scratch: str | None = None) -> dict[str, Any]:
-    """Write `report.html` and `report.json` of a data set, or renew them.
-
-    Args:
-        out: folder of the data set, path or s3://.
-        scan: its partitions and sources.
-        scratch: folder for temporary files; None is the system's.
+    """Write `report.html` and `report.json` of a data set (path or s3://), or renew them.
 
     Returns:
         The content of `report.json`. `kept`, `rejected`: images and bytes. `reasons`: images by reason, the most
@@ -134,15 +130,14 @@ def _load(out: str, database: MetadataDatabase, selections: Sequence[Selection])
     """Make the table `rows` of all images; return its columns of numbers and of texts."""
     connection = database.connection
     parts = sorted(part for one in selections for part in database.parts(one.generation))
-    names = [f"{SELECTION}/{one.generation}-{kind}.parquet" for one in selections for kind in ("kept", "rejected")]
-    folder = local_copies(out, names, database.folder)
-    kept, rejected = (", ".join(literal(as_pattern(str(folder / name))) for name in names[i::2]) for i in (0, 1))
+    kept, rejected = (
+        read_files(out, [f"{SELECTION}/{one.generation}-{kind}.parquet" for one in selections], database.folder)
+        for kind in ("kept", "rejected")
+    )
     # Sorted, since the files are in the order of write tasks: each query below would read all of them.
     connection.execute(f"""CREATE TABLE decided AS
         SELECT part, "row" AS row_number, '' AS reason, split || '/' || bucket AS place
-            FROM read_parquet([{kept}], hive_partitioning = false)
-        UNION ALL SELECT part, "row", reason, '' FROM read_parquet([{rejected}], hive_partitioning = false)
-        ORDER BY part""")
+            FROM {kept} UNION ALL SELECT part, "row", reason, '' FROM {rejected} ORDER BY part""")
     types = {name: kind for name, kind, *_ in connection.execute(f"DESCRIBE {database.images(parts)}").fetchall()}
     scores = [name for name in database.scores if name != CAPTIONS]
     texts = ["format", *(name for name in scores if types[name] == "VARCHAR")]
@@ -256,7 +251,7 @@ def _read_answers(database: MetadataDatabase) -> tuple[dict[str, Any] | None, li
     if not parts or ANSWERS not in read_schema(storage.join(database.out, SCORES, CAPTIONS, part_name(parts[0]))).names:
         return None, []
     connection, folder = database.connection, f"{SCORES}/{CAPTIONS}"
-    names = ("requests", "failures", "prompt_tokens", "completion_tokens", "dollars")
+    names = (*COUNTS, "dollars")
     sums, outcomes = Counter[str](), Counter[str]()
     for some in groups(parts, _PARTS_PER_QUERY):
         counts = connection.execute(f"""SELECT answers.outcome, count(*),
@@ -267,16 +262,13 @@ def _read_answers(database: MetadataDatabase) -> tuple[dict[str, Any] | None, li
             sums.update(dict(zip(names, values, strict=True)))
     first = parts[:_PARTS_PER_QUERY]
     columns = ", ".join(f"m.{name}" for name in ("part", "row_number", "key", "xxh128", *LOCATION))
-    rows = (
-        connection.sql(f"""SELECT {columns}, answers.outcome AS outcome, answers.detail AS detail,
+    found = connection.sql(f"""SELECT {columns}, answers.outcome AS outcome, answers.detail AS detail,
             coalesce(list_select(c.captions, list_transform(generated_captions, lambda i: i + 1)), []) AS captions
         FROM {database.read(folder, first)} c JOIN {database.metadata(first)} m USING (part, row_number)
         WHERE answers IS NOT NULL AND m.reason <> {_REMOVED}
         QUALIFY row_number() OVER (PARTITION BY answers.outcome ORDER BY key_hash) <= {NUM_SHOWN}
         ORDER BY answers.outcome, key_hash""")
-        .to_arrow_table()
-        .to_pylist()
-    )
+    rows = found.to_arrow_table().to_pylist()
     report = {
         "outcomes": dict(outcomes.most_common()),
         **{name: sums[name] for name in names},
@@ -345,11 +337,9 @@ def _tables(report: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
         rows = [(name, count, _share(count, sum(captions["outcomes"].values())))
                 for name, count in captions["outcomes"].items()]  # fmt: skip
         tables["Captions by a server"] = table(("outcome", "images", "share"), rows)
-        rows = [(name.replace("_", " "), captions[name]) for name in ("requests", "failures", "prompt_tokens")]
-        rows += [("completion tokens", captions["completion_tokens"])]
-        rows += (
-            [("dollars per 1,000 images", f"{captions['dollars_per_1000_images']:.3f}")] if captions["dollars"] else []
-        )
+        rows = [(name.replace("_", " "), captions[name]) for name in COUNTS]
+        if captions["dollars"]:
+            rows.append(("dollars per 1,000 images", f"{captions['dollars_per_1000_images']:.3f}"))
         tables["What they took"] = table(("", "number"), rows)
     for name, texts in report["values"].items():
         rows = [(text, one["kept"], one["rejected"]) for text, one in texts.items()]

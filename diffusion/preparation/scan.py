@@ -24,16 +24,14 @@ from diffusion import storage
 from diffusion.config.loading import to_dict
 from diffusion.datasets.images import BYTES_PER_PIXEL, UndecodableImageError, decode_reduced
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.formats.data_set import ANSWERS, LISTINGS, MANIFEST, METADATA, REREAD, SCAN, SCORES, SELECTION
+from diffusion.formats.data_set import LISTINGS, MANIFEST, METADATA, REREAD, SCAN, SELECTION
 from diffusion.preparation.config import LimitsConfig, PrepareConfig
 from diffusion.preparation.engine import Workers, death_error, limited_time, progress_bar, run
 from diffusion.preparation.layout import (
-    CAPTIONS,
     SCHEMA,
     local_copies,
     part_name,
     part_numbers,
-    read_scores_record,
     read_table,
     write_table,
 )
@@ -45,8 +43,16 @@ from diffusion.preparation.measures import (
     perceptual_hash,
     sharpness,
 )
-from diffusion.preparation.metadata import MEMORY, as_pattern, key_hash, literal, removal_hash, removed_row
-from diffusion.preparation.output import clear, clear_folders
+from diffusion.preparation.metadata import (
+    as_pattern,
+    key_hash,
+    literal,
+    open_database,
+    read_files,
+    removal_hash,
+    removed_row,
+)
+from diffusion.preparation.output import clear, clear_folders, protect_answers
 from diffusion.preparation.packing import Packs
 from diffusion.preparation.records import (
     WITHOUT_CAPTION,
@@ -169,14 +175,7 @@ def scan_sources(
             raise
         # Mistakes in the sources are found before anything is removed.
         listed = [source.partitions().checked() for source in sources]
-        captions = read_scores_record(config.out).get(CAPTIONS)
-        folders = [storage.join(config.out, name) for name in (f"{SCORES}/{CAPTIONS}", ANSWERS)]
-        if captions and captions.get("chat") and any(map(storage.list_files, folders)):
-            raise DataError(
-                f"{storage.shown(config.out)} has captions of {captions['chat']['model']}, which may have cost money, "
-                f"for other sources or settings of the scan; remove {' and '.join(map(storage.shown, folders))} to do "
-                "without them, or choose another folder"
-            ) from None
+        protect_answers(config.out, "for other sources or settings of the scan")
         clear(config.out)
         scan = _add_partitions(config, Scan(sources, [], settings), workers, listed)
     if not scan.partitions:
@@ -343,32 +342,21 @@ def _known_packs(out: str, scan: Scan, source: int) -> tuple[Packs, list[str]]:
 
 def _pack_known(config: PrepareConfig, scan: Scan) -> None:
     """Pack the names of the files of each source."""
-    import duckdb
-
-    for source in range(len(scan.sources)):
-        packs, names = _known_packs(config.out, scan, source)
-        if packs.stop == len(names):
-            continue
-        new = names[packs.stop :]
-        pack, taken = packs.next()
-        with (
-            _local_copies(config.out, [*(one.name for one in taken), *new], config.scratch) as patterns,
-            tempfile.TemporaryDirectory(dir=config.scratch) as folder,
-            duckdb.connect(config={"memory_limit": MEMORY, "temp_directory": f"{folder}/spill"}) as database,
-        ):
-            path = Path(folder) / "files.parquet"
-            removed = literal(Reason.REMOVED.value)
-            query = f"""COPY (
-                SELECT file, max(version) AS version, if(bool_and(reason = {removed}), {removed}, '') AS reason
-                FROM read_parquet(?, hive_partitioning = false) GROUP BY file ORDER BY file
-                ) TO {literal(str(path))} (FORMAT parquet, COMPRESSION zstd)"""
-            database.execute(query, [patterns])
-            target = storage.join(config.out, pack.name)
-            if storage.is_url(target):
-                storage.upload(path, target)
-            else:
-                storage.write(target, path.read_bytes())
-        packs.add(pack)
+    removed = literal(Reason.REMOVED.value)
+    with open_database(config.out, scan, scratch=config.scratch) as database:
+        for source in range(len(scan.sources)):
+            packs, names = _known_packs(config.out, scan, source)
+            if packs.stop == len(names):
+                continue
+            new = names[packs.stop :]
+            pack, taken = packs.next()
+            files = read_files(config.out, [*(one.name for one in taken), *new], database.folder)
+            database.write(
+                f"""SELECT file, max(version) AS version, if(bool_and(reason = {removed}), {removed}, '') AS reason
+                    FROM {files} GROUP BY file ORDER BY file""",
+                pack.name,
+            )
+            packs.add(pack)
 
 
 @contextmanager

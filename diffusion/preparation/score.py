@@ -48,7 +48,7 @@ from diffusion.preparation.layout import (
     read_table,
     write_table,
 )
-from diffusion.preparation.output import clear_folders
+from diffusion.preparation.output import clear_folders, protect_answers
 from diffusion.preparation.plugins import (
     Config,
     call_plugin,
@@ -206,14 +206,9 @@ def _remove_captions(out: str) -> None:
 
 
 def _protect_answers(out: str, there: dict[str, Any] | None, given: dict[str, Any]) -> None:
-    """Raise a DataError instead of removing the captions of a server, which may have cost money."""
-    folders = [storage.join(out, name) for name in (f"{SCORES}/{CAPTIONS}", ANSWERS)]
-    if there and there.get("chat") and any(map(storage.list_files, folders)):
+    if there and there.get("chat"):
         changes = changed_settings(there["chat"], given.get("chat") or {}) or ["another captioner, mode or none"]
-        raise DataError(
-            f"{storage.shown(out)} has captions of {there['chat']['model']} by other settings ({'; '.join(changes)}); "
-            f"remove {' and '.join(map(storage.shown, folders))} to do without them, or choose another folder"
-        )
+        protect_answers(out, f"by other settings ({'; '.join(changes)})")
 
 
 def _empty_parts(step: _Step, numbers: Iterable[int], kind: pa.DataType) -> dict[int, int]:

@@ -27,24 +27,23 @@ from diffusion import storage
 from diffusion.config.data import named_size
 from diffusion.config.loading import to_dict
 from diffusion.datasets.buckets import SizeBuckets
-from diffusion.errors import DataError, MachineError
-from diffusion.files import atomic_path
+from diffusion.errors import DataError
 from diffusion.formats.data_set import PACKED_SELECTIONS, SCORES, SELECTION, TRAIN, VALIDATION
 from diffusion.preparation.buckets import build_buckets
 from diffusion.preparation.config import DuplicatesConfig, PrepareConfig
 from diffusion.preparation.duplicates import find_candidates, find_duplicates
 from diffusion.preparation.explain import Rejection, describe_rejections
 from diffusion.preparation.filters import Conditions, build_rules, explained_values, load_conditions, parse_where
-from diffusion.preparation.layout import CAPTIONS, local_copies, part_name, read_scores_record
+from diffusion.preparation.layout import CAPTIONS, part_name, read_scores_record
 from diffusion.preparation.metadata import (
     MetadataDatabase,
     add_table,
-    as_pattern,
     fetch_arrays,
     groups,
     identifier,
     literal,
     open_database,
+    read_files,
 )
 from diffusion.preparation.packing import Packs
 from diffusion.preparation.records import NothingKeptError, Reason
@@ -60,9 +59,6 @@ logger = logging.getLogger(__name__)
 
 WINDOWS_PER_TASK = 8
 """Windows of a write task: the rest of a shard is carried from one to the next."""
-
-ROWS_PER_GROUP = 131_072
-"""Rows of a row group of the files."""
 
 SETTINGS = ("buckets", "validation_fraction", "seed", "shard_mb", "window_mb", "compression", "hashes", "filters",
             "where", "duplicates")  # fmt: skip
@@ -129,18 +125,10 @@ class Selection:
 
 
 def splitmix64(key_hash: NDArray[np.uint64], seed: int, purpose: str) -> NDArray[np.uint64]:
-    """Draw 64 random bits for each key, for ever the same ones.
+    """Draw 64 random bits for each key and purpose, for ever the same ones: uint64 [N] -> uint64 [N].
 
     With h = key_hash + xxh3_64("PURPOSE SEED"), all modulo 2^64, it is the output function of splitmix64 (Steele, Lea
     and Flood 2014): h = (h ^ h >> 30) * 0xBF58476D1CE4E5B9; h = (h ^ h >> 27) * 0x94D049BB133111EB; h ^ h >> 31.
-
-    Args:
-        key_hash: uint64 [N].
-        seed: seed of the preparation.
-        purpose: what the bits are drawn for.
-
-    Returns:
-        uint64 [N].
     """
     bits = key_hash + np.uint64(xxhash.xxh3_64_intdigest(f"{purpose} {seed}".encode()))
     bits = (bits ^ bits >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
@@ -308,7 +296,7 @@ def _select(
     first_task = sum(len(one.tasks) for one in earlier)
     uri = _uri(out, f"{generation}.json")
     storage.delete([uri])  # It must not name files that are not its own.
-    _write_files(out, database, generation, tasks, first_task)
+    _write_files(database, generation, tasks, first_task)
     sources: dict[str, dict[str, int]] = {}
     counted = "SELECT source, reason, count(*) FROM decided JOIN parts USING (part) GROUP BY ALL ORDER BY ALL"
     for source, reason, count in connection.execute(counted).fetchall():
@@ -387,9 +375,8 @@ def _load_images(
         return
     packs = Packs(out, "hashes", [one.identity for one in earlier])
     for pack in packs.packs:
-        path = literal(as_pattern(str(local_copies(out, [pack.name], database.folder) / pack.name)))
-        packed = f"SELECT *, NULL, '', true FROM read_parquet({path}, hive_partitioning = false)"
-        connection.execute(f"INSERT INTO images {packed}").fetchall()
+        packed = read_files(out, [pack.name], database.folder)
+        connection.execute(f"INSERT INTO images SELECT *, NULL, '', true FROM {packed}").fetchall()
     for one in earlier[packs.stop :]:
         with storage.open_file(_uri(out, f"{one.generation}-kept.parquet")) as file:
             add_table(connection, "kept", pq.read_table(file, columns=["part", "row"]))
@@ -402,7 +389,7 @@ def _load_images(
         pack, _ = packs.next()
         query = f"""SELECT * EXCLUDE (bucket, reason, kept_before) FROM images SEMI JOIN (SELECT part FROM parts
             WHERE generation >= {pack.first}) USING (part) WHERE kept_before ORDER BY part, row_number"""
-        _write_parquet(database, query, out, pack.name)
+        database.write(query, pack.name)
         packs.add(pack)
 
 
@@ -499,9 +486,7 @@ def _cut_windows(connection: "duckdb.DuckDBPyConnection", config: PrepareConfig)
     return [windows[start : start + WINDOWS_PER_TASK] for start in range(0, len(windows), WINDOWS_PER_TASK)]
 
 
-def _write_files(
-    out: str, database: MetadataDatabase, generation: int, tasks: list[list[list[int]]], first_task: int
-) -> None:
+def _write_files(database: MetadataDatabase, generation: int, tasks: list[list[list[int]]], first_task: int) -> None:
     """Write the parquet files of kept and rejected images."""
     placed = [
         {"task": task, "window": window, "part": part}
@@ -513,21 +498,7 @@ def _write_files(
     add_table(database.connection, "placed", pa.Table.from_pylist(placed, schema=schema))
     kept = f"""SELECT task, "window", part, row_number AS "row", {_SPLIT} AS split, bucket, "order"
         FROM decided JOIN placed USING (part) WHERE reason = '' ORDER BY task, "window", part, row_number"""
-    _write_parquet(database, kept, out, storage.join(SELECTION, f"{generation}-kept.parquet"))
+    database.write(kept, f"{SELECTION}/{generation}-kept.parquet")
     rejected = """SELECT part, row_number AS "row", reason, of_part, of_row FROM decided
         WHERE reason <> '' ORDER BY part, row_number"""
-    _write_parquet(database, rejected, out, storage.join(SELECTION, f"{generation}-rejected.parquet"))
-
-
-def _write_parquet(database: MetadataDatabase, query: str, out: str, name: str) -> None:
-    """Write the result of an ordered query; its bytes do not depend on the number of threads."""
-    path, uri = database.folder / name, storage.join(out, name)
-    options = f"FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {ROWS_PER_GROUP}"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_path(path) as partial:
-            database.connection.execute(f"COPY ({query}) TO {literal(str(partial))} ({options})").fetchall()
-    except OSError as error:
-        raise MachineError(f"cannot write {path}: {error.strerror or error}; free space there") from error
-    if storage.is_url(uri):
-        storage.upload(path, uri)
+    database.write(rejected, f"{SELECTION}/{generation}-rejected.parquet")

@@ -29,30 +29,8 @@ from numpy.typing import NDArray
 
 from diffusion import storage
 from diffusion.errors import DataError, UserError
-from diffusion.formats.data_set import (
-    ANSWERS,
-    ENCODED,
-    LISTINGS,
-    MANIFEST,
-    METADATA,
-    PACKED,
-    POSITIONS,
-    REMOVED_SAMPLES,
-    REPORT_NUMBERS,
-    REPORT_PAGE,
-    REREAD,
-    SCAN,
-    SCORES,
-    SELECTION,
-    SPLITS,
-    WORK,
-    PreparedManifest,
-    add_marks,
-    delete_unnamed,
-    read_kind,
-    read_marks,
-    read_splits,
-)
+from diffusion.formats import data_set
+from diffusion.formats.data_set import PreparedManifest, add_marks, delete_unnamed, read_kind, read_marks, read_splits
 from diffusion.formats.shards import (
     INDEX,
     SampleDecoder,
@@ -152,9 +130,9 @@ def take_down(
         MachineError: another process is writing there, or it cannot be written to.
     """
     kinds = {uri: _kind_of(uri) for uri in (dataset, *derived)}
-    requested, found, copied, num_rewritten = set(keys), set[str](), set[str](), 0
+    requested, found, copied = set(keys), set[str](), set[str]()
     hashes = Removed(map(removal_hash, requested))
-    work: list[tuple[_Prepared, _Rows] | tuple[_Encoded, None]] = []
+    work: list[Callable[[], int]] = []
     with ExitStack() as claims:
         for uri, kind in kinds.items():  # All, before anything is written.
             claims.enter_context(claim(uri, kind))
@@ -171,21 +149,16 @@ def take_down(
                     hashes = add_removed(uri, [removal_hash(row["key"]) for row in copy_rows.values()])
                     rows |= copy_rows
                     samples += copy_samples
-                work.append((data, rows))
+                work.append(partial(data.reject, rows, erase=erase))
             else:
-                data = _Encoded(uri)
-                samples = data.find(requested)
-                work.append((data, None))
-            add_marks(uri, REMOVED_SAMPLES, ((sample.folder, [sample.index]) for sample in samples))
+                encoded = _Encoded(uri)
+                samples = encoded.find(requested)
+                if erase:
+                    work.append(encoded.erase)
+            add_marks(uri, data_set.REMOVED_SAMPLES, ((sample.folder, [sample.index]) for sample in samples))
             found |= {sample.key for sample in samples}
         # Prepared data at the end: copies are found again by rows that are not rejected yet.
-        for data, rows in reversed(work):
-            if isinstance(data, _Prepared):
-                assert rows is not None
-                data.reject(rows)
-                num_rewritten += data.erase(rows) if erase else 0
-            else:
-                num_rewritten += data.erase() if erase else 0
+        num_rewritten = sum(change() for change in reversed(work))
     absent = sorted(requested - found)
     if absent:
         logger.warning(
@@ -193,14 +166,19 @@ def take_down(
             storage.shown(dataset), len(absent), ascii(absent[0]),
         )  # fmt: skip
     return Takedown(
-        marks=read_marks(dataset), absent=absent, copies=sorted(copied - requested), num_rewritten=num_rewritten
+        marks=read_marks(dataset),
+        absent=absent,
+        copies=sorted(copied - requested),
+        num_rewritten=num_rewritten,
     )
 
 
 def _kind_of(dataset: str) -> str:
     kind = read_kind(dataset)
-    if kind not in (PreparedManifest.KIND, ENCODED):
-        raise DataError(f"{storage.shown(dataset)} is no finished data set; give the folder that holds its {MANIFEST}")
+    if kind not in (PreparedManifest.KIND, data_set.ENCODED):
+        raise DataError(
+            f"{storage.shown(dataset)} is no finished data set; give the folder that holds its {data_set.MANIFEST}"
+        )
     return kind
 
 
@@ -222,14 +200,18 @@ class _Prepared:
             for part in window
         }
 
-    def reject(self, rows: _Rows) -> None:
-        """Reject rows of the metadata; a growth that has selected images, copies of them maybe, is begun again."""
-        partitions = storage.read_json(storage.join(self._uri, SCAN))["partitions"]
+    def reject(self, rows: _Rows, *, erase: bool) -> int:
+        """Reject rows of the metadata, and erase what they hold; return how many shards were rewritten.
+
+        A growth that has selected images, copies of them maybe, is begun again.
+        """
+        partitions = storage.read_json(storage.join(self._uri, data_set.SCAN))["partitions"]
         last, num_finished = max(one["generation"] for one in partitions), len(self._selections)
         if rows and last >= num_finished:
             logger.info("%s: what was written of an unfinished growth is removed", storage.shown(self._uri))
             discard_growth(self._uri, num_finished, last + 1, self._num_tasks)
         _reject_rows(self._uri, rows, erase=False)
+        return self._erase(rows) if erase else 0
 
     def find(self, rows: _Rows) -> list[_Sample]:
         """Find the samples of some rows by the positions of the tasks that wrote them."""
@@ -241,7 +223,7 @@ class _Prepared:
         }
         samples = []
         for task, parts in tasks.items():
-            table = read_table(storage.join(self._uri, POSITIONS, positions_name(task)))
+            table = read_table(storage.join(self._uri, data_set.POSITIONS, positions_name(task)))
             for one in table.filter(pc.field("part").isin(list(parts))).to_pylist():
                 if row := rows.get((one["part"], one["row"])):
                     folder = f"{one['split']}/{one['bucket']}"
@@ -249,14 +231,13 @@ class _Prepared:
                     samples.append(_Sample(row["key"], folder, index))
         return samples
 
-    def erase(self, rows: _Rows) -> int:
-        """Erase rejected rows and their samples; return how many shards were rewritten."""
+    def _erase(self, rows: _Rows) -> int:
         uri = self._uri
         _erase_examples(uri, rows)
-        clear_folders(uri, REREAD)  # Left by a killed comparison.
+        clear_folders(uri, data_set.REREAD)  # Left by a killed comparison.
         _erase_listings(uri)
-        has_report = storage.exists(storage.join(uri, REPORT_PAGE))
-        storage.delete(storage.join(uri, name) for name in (REPORT_PAGE, REPORT_NUMBERS))
+        has_report = storage.exists(storage.join(uri, data_set.REPORT_PAGE))
+        storage.delete(storage.join(uri, name) for name in (data_set.REPORT_PAGE, data_set.REPORT_NUMBERS))
         count = sum(_erase_task(uri, task, rows) for task in self._tasks_of(rows))
         write_indexes(uri, self._num_tasks)
         rejected = rejected_entries(read_selections(uri, len(self._selections)))  # Without the erased examples.
@@ -314,13 +295,13 @@ def _find_rows(dataset: str, columns: Sequence[str], matches: Callable[[pa.Table
     """Find rows of the metadata by some columns, all of which are read."""
 
     def find(name: str) -> _Rows:
-        with storage.open_file(storage.join(dataset, METADATA, name), buffer_bytes=0) as file:
+        with storage.open_file(storage.join(dataset, data_set.METADATA, name), buffer_bytes=0) as file:
             parquet = pq.ParquetFile(file)
             numbers = np.flatnonzero(matches(parquet.read(columns)))
             found = parquet.read(_KNOWN).take(numbers).to_pylist() if len(numbers) else []
         return {(int(Path(name).stem), row): values for row, values in zip(numbers.tolist(), found, strict=True)}
 
-    names = [name for name in storage.list_files(storage.join(dataset, METADATA)) if name.endswith(".parquet")]
+    names = [name for name in storage.list_files(storage.join(dataset, data_set.METADATA)) if name.endswith(".parquet")]
     return {number: row for rows in storage.concurrent_map(find, names) for number, row in rows.items()}
 
 
@@ -337,20 +318,21 @@ def _reject_rows(dataset: str, rows: _Rows, *, erase: bool) -> None:
     for part, row in rows:
         parts.setdefault(part, []).append(row)
     if rows:
-        clear_folders(dataset, PACKED)
-    scores = storage.list_files(storage.join(dataset, SCORES)) if erase else {}
+        clear_folders(dataset, data_set.PACKED)
+    scores = storage.list_files(storage.join(dataset, data_set.SCORES)) if erase else {}
     columns = {name.rpartition("/")[0] for name in scores}
-    entries = storage.read_json(storage.join(dataset, SCAN))["partitions"] if rows else ()
+    entries = storage.read_json(storage.join(dataset, data_set.SCAN))["partitions"] if rows else ()
     files = {entry["number"]: entry["file"] for entry in entries}
 
     def reject(part: int) -> None:
-        uri = storage.join(dataset, METADATA, part_name(part))
+        uri = storage.join(dataset, data_set.METADATA, part_name(part))
         if not erase:
             _change_rows(uri, parts[part], lambda row: {**row, "reason": Reason.REMOVED.value})
             return
         for column in columns:
             if f"{column}/{part_name(part)}" in scores:
-                _change_rows(storage.join(dataset, SCORES, column, part_name(part)), parts[part], dict.fromkeys)
+                of_column = storage.join(dataset, data_set.SCORES, column, part_name(part))
+                _change_rows(of_column, parts[part], dict.fromkeys)
         _change_rows(uri, parts[part], lambda row: removed_row(row, files[part]))
 
     for _ in storage.concurrent_map(reject, parts):
@@ -360,10 +342,10 @@ def _reject_rows(dataset: str, rows: _Rows, *, erase: bool) -> None:
 def _erase_listings(dataset: str) -> None:
     """Drop all removed images from the listings of a growth that is not scanned yet."""
     removed = Removed.read(dataset)
-    scan = storage.read_json(storage.join(dataset, SCAN))
+    scan = storage.read_json(storage.join(dataset, data_set.SCAN))
     names = {one["number"]: scan["sources"][one["source"]]["name"] for one in scan["partitions"]}
-    for number in part_numbers(storage.join(dataset, LISTINGS)):
-        uri = storage.join(dataset, LISTINGS, part_name(number))
+    for number in part_numbers(storage.join(dataset, data_set.LISTINGS)):
+        uri = storage.join(dataset, data_set.LISTINGS, part_name(number))
         if number not in names:  # A growth stopped before scan.json named it; it is listed again.
             storage.delete([uri])
             continue
@@ -371,7 +353,7 @@ def _erase_listings(dataset: str) -> None:
         kept = [item for item in items if removal_hash(key_of_item(names[number], item)) not in removed]
         if len(kept) < len(items):
             write_table(uri, pa.table({"item": pa.array(kept, pa.string())}))
-    clear_folders(dataset, ANSWERS)  # Of partitions that are not captioned yet.
+    clear_folders(dataset, data_set.ANSWERS)  # Of partitions that are not captioned yet.
 
 
 def _change_rows(uri: str, rows: Iterable[int], change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -387,8 +369,8 @@ def _change_rows(uri: str, rows: Iterable[int], change: Callable[[dict[str, Any]
 
 def _erase_examples(dataset: str, rows: _Rows) -> None:
     """Drop the examples of rejections that name removed images."""
-    for name in storage.list_files(storage.join(dataset, SELECTION)):
-        uri = storage.join(dataset, SELECTION, name)
+    for name in storage.list_files(storage.join(dataset, data_set.SELECTION)):
+        uri = storage.join(dataset, data_set.SELECTION, name)
         if name.endswith(".json"):
             values = storage.read_json(uri)
             for listed in values.get("examples", {}).values():
@@ -399,7 +381,7 @@ def _erase_examples(dataset: str, rows: _Rows) -> None:
 
 def _erase_task(dataset: str, task: int, rows: _Rows) -> int:
     """Rewrite the shards and the positions of a write task; return how many shards were rewritten."""
-    uri = storage.join(dataset, POSITIONS, positions_name(task))
+    uri = storage.join(dataset, data_set.POSITIONS, positions_name(task))
     table = read_table(uri)
     removed = [(one["part"], one["row"]) in rows for one in table.select(["part", "row"]).to_pylist()]
     indices: dict[tuple[str, str], list[int]] = {}
@@ -436,9 +418,9 @@ class _Encoded:
 
     def __init__(self, uri: str) -> None:
         self._uri = uri
-        clear_folders(uri, WORK)  # Unfinished growth: its shards predate the takedown.
+        clear_folders(uri, data_set.WORK)  # Unfinished growth: its shards predate the takedown.
         indexes = sorted(name for name in storage.list_files(uri) if name.endswith(f"/{INDEX}"))
-        folders = [name.removesuffix(f"/{INDEX}") for name in indexes if name.split("/")[0] in SPLITS]
+        folders = [name.removesuffix(f"/{INDEX}") for name in indexes if name.split("/")[0] in data_set.SPLITS]
         self._shards = {folder: read_shards(storage.join(uri, folder)) for folder in folders}
 
     def find(self, keys: Collection[str]) -> list[_Sample]:

@@ -430,14 +430,8 @@ class _Shards:
 def write_indexes(out: str, num_tasks: int, finished: PreparedManifest | None = None, first_task: int = 0) -> list[str]:
     """Write the index of each split and bucket over the first tasks; delete shards that no finished task names.
 
-    Args:
-        out: the data set's folder.
-        num_tasks: tasks whose shards the indexes name.
-        finished: a finished data set that has grown; its indexes name the shards of the tasks before `first_task`.
-        first_task: first task of the growth.
-
-    Returns:
-        The folders with an index: training first, buckets by the numbers in their names.
+    Of a `finished` data set that has grown, the indexes name the shards of the tasks before `first_task`. Returned are
+    the folders with an index: training first, buckets by the numbers in their names.
     """
     folders = finished.folders if finished else []
     indexes = storage.concurrent_map(lambda folder: read_shards(storage.join(out, folder)), folders)

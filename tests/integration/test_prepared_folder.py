@@ -13,7 +13,8 @@ from diffusion import storage
 from diffusion.errors import DataError, MachineError
 from diffusion.formats.data_set import PreparedManifest
 from diffusion.formats.shards import read_index
-from diffusion.preparation import scan, select
+from diffusion.preparation import scan
+from diffusion.preparation.metadata import MetadataDatabase
 from diffusion.preparation.output import claim
 from tests.tools.image_files import tree, write_folder
 from tests.tools.preparing import prepare
@@ -106,7 +107,7 @@ def killed(moment, source, out, options):
 
     def work():
         storage.write = kill_before(moment, storage.write, 0)
-        select._write_parquet = kill_before(moment, select._write_parquet, 3)
+        MetadataDatabase.write = kill_before(moment, MetadataDatabase.write, 2)
         prepare([source], out, **options)
 
     process = multiprocessing.get_context("fork").Process(target=work)

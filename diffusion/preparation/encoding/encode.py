@@ -235,7 +235,7 @@ def _progress(plan: _Plan, counters: _Counters, *, shown: bool) -> Iterator[Call
     """
     before = max(output.num_damaged for output in plan.outputs)
     num_samples = max(output.num_samples for output in plan.outputs)
-    total = sum(task.num_samples for task in plan.tasks)
+    total = sum(task.shard.num_samples for task in plan.tasks)
     with progress_bar("encoding", total, shown=shown) as bar:
 
         def count(shard: EncodedShard) -> None:

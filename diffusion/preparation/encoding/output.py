@@ -16,20 +16,8 @@ from diffusion.config.data import ImageSize
 from diffusion.datasets.encoded import EncodedManifest
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
-from diffusion.formats.data_set import (
-    DAMAGED,
-    MANIFEST,
-    POSITIONS,
-    RECORDS,
-    REMOVED,
-    REMOVED_SAMPLES,
-    SETTINGS,
-    SHARDS,
-    WORK,
-    WRITER,
-    add_marks,
-    delete_unnamed,
-)
+from diffusion.formats import data_set
+from diffusion.formats.data_set import add_marks, delete_unnamed
 from diffusion.formats.shards import Shard, check_files, read_shards, write_index
 from diffusion.preparation.output import check_empty, clear_folders
 from diffusion.preparation.removed import Removed
@@ -38,7 +26,7 @@ from diffusion.storage import MissingFileError, join, shown
 CHANGING = frozenset({"source", "counts", "sizes"})
 """Entries of a manifest that change when the prepared data grows."""
 
-_ALLOWED = (POSITIONS, REMOVED, WRITER, WORK, "lost+found")
+_ALLOWED = (data_set.POSITIONS, data_set.REMOVED, data_set.WRITER, data_set.WORK, "lost+found")
 """Names that a folder may hold before anything is encoded."""
 
 MAX_DAMAGED = 10
@@ -117,7 +105,7 @@ class Output:
         if name not in self.records or self.records[name][number]:
             return None
         size = self.manifest.size_of(name.partition("/")[2])
-        record = join(self.uri, RECORDS, _record_name(name, number))
+        record = join(self.uri, data_set.RECORDS, _record_name(name, number))
         return Target(size=size, dataset=self.uri, folder=name, record=record)
 
     def open(self, prepared: str) -> None:
@@ -126,7 +114,7 @@ class Output:
         Raises:
             DataError: It is another encoding, or of other data.
         """
-        finished, begun = _read_json(join(self.uri, MANIFEST)), _read_json(join(self.uri, SETTINGS))
+        finished, begun = _read_json(join(self.uri, data_set.MANIFEST)), _read_json(join(self.uri, data_set.SETTINGS))
         self.removed = Removed.read(self.uri)
         if not finished and not begun:
             check_empty(self.uri, _ALLOWED)
@@ -140,7 +128,7 @@ class Output:
             for records in self.records.values():
                 records[:] = [record if record and not record.damaged else None for record in records]
         if any(None in records for records in self.records.values()):
-            _write_if_changed(join(self.uri, SETTINGS), asdict(self.manifest))
+            _write_if_changed(join(self.uri, data_set.SETTINGS), asdict(self.manifest))
 
     def finish(self, removed: dict[str, list[int]]) -> None:
         """Write the indexes, the indices of removed and damaged samples, and the manifest last.
@@ -153,17 +141,17 @@ class Output:
             MachineError: The folder cannot be written to.
         """
         uri, shards, sources = self.uri, dict[str, list[Shard]](), {}
-        marks: dict[str, list[tuple[str, list[int]]]] = {DAMAGED: [], REMOVED_SAMPLES: []}
+        marks: dict[str, list[tuple[str, list[int]]]] = {data_set.DAMAGED: [], data_set.REMOVED_SAMPLES: []}
         for name, listed in self._read_records().items():
             records = [record for record in listed if record]
             if len(records) < len(listed):
                 raise DataError(f"{shown(join(uri, name))}: a shard is missing; run the command again")
             first = 0
             for record in records:
-                marks[DAMAGED].append((name, [first + i for i in record.damaged]))
-                marks[REMOVED_SAMPLES].append((name, [first + i for i in record.removed_samples]))
+                marks[data_set.DAMAGED].append((name, [first + i for i in record.damaged]))
+                marks[data_set.REMOVED_SAMPLES].append((name, [first + i for i in record.removed_samples]))
                 first += record.samples
-            marks[REMOVED_SAMPLES].append((name, [i for i in removed.get(name, []) if i < first]))
+            marks[data_set.REMOVED_SAMPLES].append((name, [i for i in removed.get(name, []) if i < first]))
             shards[name] = [shard for record in records for shard in record.shards]
             if len(records) > len(self.known.get(name, ())):
                 check_files(join(uri, name), shards[name])
@@ -173,10 +161,10 @@ class Output:
             ]
         for file, found in marks.items():
             add_marks(uri, file, found)
-        _write_if_changed(join(uri, SHARDS), sources)
-        _write_if_changed(join(uri, MANIFEST), asdict(self.manifest))
+        _write_if_changed(join(uri, data_set.SHARDS), sources)
+        _write_if_changed(join(uri, data_set.MANIFEST), asdict(self.manifest))
         delete_unnamed(uri, shards)
-        clear_folders(uri, WORK)
+        clear_folders(uri, data_set.WORK)
 
     def _check_same_encoding(self, found: dict[str, Any]) -> None:
         there, here = asdict(EncodedManifest.from_json(found, shown(self.uri))), asdict(self.manifest)
@@ -207,7 +195,7 @@ class Output:
 
     def _read_records(self) -> dict[str, list[ShardRecord | None]]:
         """Read the records of shards that are what the prepared data holds now; one that is not whole is none."""
-        folder = join(self.uri, RECORDS)
+        folder = join(self.uri, data_set.RECORDS)
         there = storage.list_files(folder)
 
         def read(named: tuple[str, Shard]) -> ShardRecord | None:
@@ -237,7 +225,7 @@ def _record_name(name: str, number: int) -> str:
 
 def _read_known(uri: str, counts: dict[str, dict[str, int]]) -> dict[str, list[ShardRecord]]:
     """Read the shards of a finished data set, without those of a growth that was not finished."""
-    file, known = join(uri, SHARDS), {}
+    file, known = join(uri, data_set.SHARDS), {}
     try:
         recorded = storage.read_json(file)
         for split, buckets in counts.items():

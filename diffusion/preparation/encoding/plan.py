@@ -52,11 +52,6 @@ class ShardTask:
     targets: tuple[Target, ...]
 
     @property
-    def num_samples(self) -> int:
-        """Samples of the shard."""
-        return self.shard.num_samples
-
-    @property
     def sizes(self) -> list[ImageSize]:
         """Sizes in which its images are encoded."""
         return list(dict.fromkeys(target.size for target in self.targets))

@@ -228,7 +228,7 @@ class _Assembler:
             where = f"{shown(batch.task.folder)}, key '{batch.keys[i]}'"
             shard.damaged[batch.start + i] = f"{where} cannot be decoded ({reason}), and could be when it was prepared"
         shard.removed += [batch.start + i for i in batch.removed]
-        if shard.num_samples < batch.task.num_samples:
+        if shard.num_samples < batch.task.shard.num_samples:
             return []
         for target in shard.task.targets:
             self._write(shard, target)

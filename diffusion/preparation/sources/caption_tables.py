@@ -32,14 +32,7 @@ class Line(NamedTuple):
 def read_lines(
     uri: str, root: str, limit: int, file_column: str | None = None, caption_column: str | None = None
 ) -> Iterator[Line]:
-    """Yield the lines of a table in the folder of a source.
-
-    Args:
-        uri: the table.
-        root: folder of the source.
-        limit: maximum number of bytes of a line.
-        file_column: column of the file names; None for the usual names.
-        caption_column: column of the captions; None for the usual names.
+    """Yield the lines, of at most `limit` bytes, of a table in the folder `root`; None stands for the usual columns.
 
     Raises:
         DataError: it cannot be read, is damaged, lacks a column, has one twice, or a line is longer.

@@ -68,7 +68,7 @@ def open_sources(
     sources: list[Any] = []
     without_columns: list[NoColumnsError] = []
     for number, entry in enumerate(entries):
-        given = _entry(entry)
+        given = source_config(entry)
         settings: dict[str, Any] = {
             "image_column": given.image_column or image_column,
             "caption_column": given.caption_column or caption_column,
@@ -102,14 +102,9 @@ def open_sources(
     return sources
 
 
-def path_of(entry: str | Mapping[str, Any] | SourceConfig) -> str:
-    """Return the path, pattern or URL of an entry."""
-    return _entry(entry).path
-
-
 def is_empty(entry: str | Mapping[str, Any] | SourceConfig) -> bool:
     """Return whether an entry is a folder, or could be one of a store, that holds no file yet."""
-    path = path_of(entry)
+    path = source_config(entry).path
     if _is_web(path):  # A file.
         return False
     return (is_url(path) or Path(path).is_dir()) and next(list_folder(path), None) is None
@@ -121,7 +116,7 @@ def from_description(description: Mapping[str, Any]) -> Source:
     return _CLASSES[values.pop("kind")](**values | {"limits": LimitsConfig(**values["limits"])})
 
 
-def _entry(entry: "str | os.PathLike[str] | Mapping[str, Any] | SourceConfig") -> SourceConfig:
+def source_config(entry: "str | os.PathLike[str] | Mapping[str, Any] | SourceConfig") -> SourceConfig:
     """Return path and columns of an entry."""
     if isinstance(entry, str | os.PathLike):
         return SourceConfig(path=os.fspath(entry))

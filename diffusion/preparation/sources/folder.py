@@ -98,7 +98,9 @@ _NEW = "FROM items ANTI JOIN known ON items.file = known.file AND (known.version
 _CHANGED = "FROM items JOIN known USING (file) WHERE known.version NOT IN ('', items.version)"
 _GONE = "FROM known ANTI JOIN items USING (file) WHERE known.version <> '' AND NOT known.removed"
 _CAPTIONLESS = "(SELECT file, stem FROM images ANTI JOIN beside USING (stem) WHERE captions IS NULL) AS i"
-_UNREAD = {
+_SUSPECT = {
+    "images have a .txt and a caption in a table; that of the table is taken": """
+        SELECT file FROM images SEMI JOIN beside t ON images.stem = t.stem AND t.kind = 'text' WHERE has_caption""",
     "images without captions have a file beside them that is not read; name it as the image, with .txt for its "
     "extension": f"""SELECT f.file FROM {_CAPTIONLESS} JOIN files f ON f.stem = i.stem WHERE f.kind = 'other' UNION ALL
         SELECT f.file FROM {_CAPTIONLESS} JOIN files f ON f.stem = i.file WHERE f.kind IN ('text', 'json')""",
@@ -172,8 +174,7 @@ class FolderSource(Source):
             for one in unfit:
                 folder = f"{posixpath.dirname(one.table)}/".lstrip("/")
                 database.execute(f"DELETE FROM items WHERE {_UNCAPTIONED} AND starts_with(file, ?)", [folder])
-            self._report_overruled(database)
-            self._report_unread(database)
+            self._report_suspect(database)
             database.execute("CREATE TABLE known (file VARCHAR, version VARCHAR, removed BOOLEAN)")
             if known:
                 seen = f"""SELECT file, max(version), bool_and(reason = '{Reason.REMOVED.value}')
@@ -226,15 +227,8 @@ class FolderSource(Source):
             except DataError as error:
                 unfit.append(_UnfitTable(table, start, number, error))
 
-    def _report_overruled(self, database: Any) -> None:
-        overruled = "SELECT count(*) FROM images SEMI JOIN beside t ON images.stem = t.stem AND t.kind = 'text'"
-        (number,) = database.execute(f"{overruled} WHERE has_caption").fetchone()
-        if number:
-            logger.warning("%s: %d images have a .txt and a caption in a table; that of the table is taken", self.path,
-                           number)  # fmt: skip
-
-    def _report_unread(self, database: Any) -> None:
-        for problem, query in _UNREAD.items():
+    def _report_suspect(self, database: Any) -> None:
+        for problem, query in _SUSPECT.items():
             (number, file) = database.execute(f"SELECT count(*), min(file) FROM ({query})").fetchone()
             if number:
                 logger.warning("%s: %d %s (%s)", self.path, number, problem, printable(name_of(file)))

@@ -166,24 +166,30 @@ def _cut(file: str, entry: Entry, rows: list[int] | None, size: int) -> list[Par
 def _batches(opened: pq.ParquetFile, group: int, start: int, names: list[str], num_bytes: int) -> Iterator[Batch]:
     """Yield the rows of a row group, as many at once as memory allows; those after damage are lost."""
     stop = start + opened.metadata.row_group(group).num_rows
-    damage: list[str] = []
+    max_lost = max(num_bytes, 1)  # A damaged footer can claim any number of rows.
     if detail := _excess(opened, group, names):
-        yield Batch(start, group, None, min(stop - start, max(num_bytes, 1)), detail, Reason.TOO_LARGE)
+        yield Batch(start, group, None, min(stop - start, max_lost), detail, Reason.TOO_LARGE)
         return
+    # One by one, since a few bytes of a file can be many large rows.
+    rows = opened.iter_batches(batch_size=1, row_groups=[group], columns=names, use_threads=False)
     waiting: list[pa.RecordBatch] = []
-    size = 0
-    for row in _rows(opened, group, names, damage):
-        size += row.nbytes
-        if len(waiting) == BATCH_ROWS or size > BATCH_BYTES:
-            yield from _joined(waiting, group, start)
+    size, damage = 0, ""
+    while True:
+        try:
+            row = next(rows, None)
+        except (pa.ArrowException, OSError) as error:
+            raise_if_not_damage(error)
+            row, damage = None, first_line(error)
+        if waiting and (row is None or len(waiting) == BATCH_ROWS or size + row.nbytes > BATCH_BYTES):
+            yield Batch(start, group, waiting[0] if len(waiting) == 1 else pa.concat_batches(waiting))
             start += len(waiting)
-            waiting, size = [], row.nbytes
+            waiting, size = [], 0
+        if row is None:
+            break
         waiting.append(row)
-    yield from _joined(waiting, group, start)
-    start += len(waiting)
+        size += row.nbytes
     if damage:
-        # A damaged footer can claim any number of rows.
-        yield Batch(start, group, None, min(stop - start, max(num_bytes, 1)), f"row group {group}: {damage[0]}")
+        yield Batch(start, group, None, min(stop - start, max_lost), f"row group {group}: {damage}")
 
 
 def _excess(opened: pq.ParquetFile, group: int, names: list[str]) -> str:
@@ -195,17 +201,3 @@ def _excess(opened: pq.ParquetFile, group: int, names: list[str]) -> str:
         if is_read and size > max(_CHUNK_BYTES, _CHUNK_RATIO * stored):
             return f"row group {group}: {size} bytes, of which the file holds {stored}; write smaller row groups"
     return ""
-
-
-def _rows(opened: pq.ParquetFile, group: int, names: list[str], damage: list[str]) -> Iterator[pa.RecordBatch]:
-    """Yield each row, since a few bytes of a file can be many large ones; note the damage after which they are lost."""
-    try:
-        yield from opened.iter_batches(batch_size=1, row_groups=[group], columns=names, use_threads=False)
-    except (pa.ArrowException, OSError) as error:
-        raise_if_not_damage(error)
-        damage.append(first_line(error))
-
-
-def _joined(rows: list[pa.RecordBatch], group: int, start: int) -> Iterator[Batch]:
-    if rows:
-        yield Batch(start, group, rows[0] if len(rows) == 1 else pa.concat_batches(rows))

@@ -156,12 +156,7 @@ def is_outside(path: str, top: str) -> bool:
 
 
 def read_file(uri: str, limit: int, root: str | None = None) -> bytes:
-    """Read a file that was found in a listing, whole.
-
-    Args:
-        uri: the file.
-        limit: maximum bytes.
-        root: local folder that a link must not lead out of; None for no check.
+    """Read a listed file of at most `limit` bytes; no link may lead out of the local folder `root`, if one is given.
 
     Raises:
         UnfitFileError: it does not exist, may not be read, is no regular file, is larger, or leads out of the folder.

@@ -13,6 +13,7 @@ from diffusion import storage
 from diffusion.errors import DataError
 from diffusion.formats.data_set import PreparedManifest
 from diffusion.preparation.config import DuplicatesConfig
+from diffusion.preparation.metadata import MetadataDatabase
 from diffusion.preparation.takedown import take_down
 from tests.tools.image_files import noise, sample, tree, write_folder, write_tar
 from tests.tools.preparing import prepare, read_samples
@@ -159,7 +160,7 @@ def test_stopped_while_growing(tmp_path, monkeypatch, moment):
     with monkeypatch.context() as patch:
         patch.setattr(storage, "write", stop_once)
         if moment == "-rejected.parquet":
-            patch.setattr("diffusion.preparation.select._write_parquet", stop_at_second())
+            patch.setattr(MetadataDatabase, "write", stop_at_rejected())
         with pytest.raises(KeyboardInterrupt):
             prepare([source], tmp_path / "out", **OPTIONS)
     assert PreparedManifest.read(tmp_path / "out").kept == 30, "until the end it is what it was"
@@ -189,15 +190,13 @@ def test_a_takedown_reaches_the_listing_of_a_growth(tmp_path, monkeypatch, momen
     assert prepare([source], out, **OPTIONS).kept == 11
 
 
-def stop_at_second():
-    from diffusion.preparation.select import _write_parquet
+def stop_at_rejected():
+    write = MetadataDatabase.write
 
-    count = iter(range(100))
-
-    def stopping(*arguments):
-        if next(count) == 1:
+    def stopping(database, query, name):
+        if name.endswith("-rejected.parquet"):
             raise KeyboardInterrupt
-        _write_parquet(*arguments)
+        write(database, query, name)
 
     return stopping
 

@@ -5,7 +5,7 @@ import pytest
 from diffusion.config.loading import from_dict
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.preparation.config import PrepareConfig
-from diffusion.preparation.preview import preview
+from diffusion.preparation.prepare import preview
 from tests.tools.image_files import noise, tree, write_folder
 
 

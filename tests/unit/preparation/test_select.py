@@ -316,7 +316,7 @@ def test_windows_and_tasks(tmp_path):
 
 
 def test_row_groups_are_small(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "ROWS_PER_GROUP", 2048)
+    monkeypatch.setattr("diffusion.preparation.metadata.ROWS_PER_GROUP", 2048)
     run(tmp_path, *[[image(10_000 * i + j) for j in range(1000)] for i in range(12)])
     metadata = pq.read_metadata(tmp_path / "selection" / "0-kept.parquet")
     assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == [2048] * 5 + [1760]
@@ -324,7 +324,7 @@ def test_row_groups_are_small(tmp_path, monkeypatch):
 
 def test_files_do_not_depend_on_the_number_of_threads(tmp_path, monkeypatch):
     connect, contents = duckdb.connect, []
-    monkeypatch.setattr(module, "ROWS_PER_GROUP", 2048)
+    monkeypatch.setattr("diffusion.preparation.metadata.ROWS_PER_GROUP", 2048)
     parts = [[image(10_000 * i + j, width=300 + j % 90 * 9, height=300) for j in range(1500)] for i in range(8)]
     for threads in (1, 2, 5):
         with monkeypatch.context() as patch:
