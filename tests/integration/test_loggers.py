@@ -1,8 +1,6 @@
-"""TensorBoard, wandb and progress lines of runs that are interrupted: each point once."""
+"""Errors of wandb, and progress lines."""
 
 import logging
-import shutil
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,66 +9,7 @@ import pytest
 
 from diffusion.callbacks import loggers
 from diffusion.callbacks.loggers import ProgressLines
-from diffusion.checkpointing.find import resolve_checkpoint
-from diffusion.checkpointing.layout import batch_of
-from diffusion.distributed import PREEMPTED_EXIT_CODE
 from diffusion.formats.run_folder import TRAIN_LOSS
-from tests.tools.logged_points import tensorboard_points, wandb_rows
-from tests.tools.runs import signal_at
-
-NUM_STEPS = 16
-KILLED_AT = 9
-
-
-@pytest.fixture(scope="module")
-def run(server, tmp_path_factory) -> Path:
-    """A run that was killed after steps that no checkpoint has, then pre-empted, then put back, and ended."""
-    root = tmp_path_factory.mktemp("logged")
-    folder = root / "run"
-    options = [
-        f"output_folder={folder}",
-        f"trainer.max_duration={NUM_STEPS}ba",
-        "trainer.save_interval=5ba",
-        "samples.interval=5ba",
-        "loggers.tensorboard=true",
-        "loggers.wandb={project: toy}",
-    ]
-    assert server.run(1, [("tests/tools/toy.yaml", [*options, signal_at(KILLED_AT, 9)])]).codes == [-9]
-    assert batch_of(resolve_checkpoint(str(folder))) == 5
-    assert server.run(1, [("tests/tools/toy.yaml", [*options, signal_at(11, 15)])]).codes == [PREEMPTED_EXIT_CODE]
-    newest = resolve_checkpoint(str(folder))
-    assert batch_of(newest) == 13
-    shutil.rmtree(newest)
-    server.train(1, [("tests/tools/toy.yaml", options)])
-    return folder
-
-
-def steps_of(name: str, points: list[tuple[str, int]], *, but: tuple[int, ...]) -> list[int]:
-    """Steps of the points of a name; each point is there once, but for those of some steps."""
-    assert not [point for point, num in Counter(points).items() if num > 1 and point[1] not in but]
-    return sorted({step for other, step in points if other == name})
-
-
-def test_tensorboard_shows_the_points_of_repeated_steps_once(run: Path) -> None:
-    folder = run / "tensorboard" / "toy"
-    assert len(list(folder.rglob("events.out.tfevents.*"))) == 3
-    points = tensorboard_points(folder)
-    assert len({name for name, _ in points}) > 5
-    resumed_at = (5, 10)
-    assert steps_of(TRAIN_LOSS, points, but=resumed_at) == list(range(NUM_STEPS))
-    assert steps_of("time/checkpoint_stall", points, but=resumed_at) == [5, 10, 15, 16]
-    assert steps_of("lr-AdamW/group0", points, but=resumed_at) == list(range(1, NUM_STEPS + 1))
-    assert steps_of("samples", points, but=resumed_at) == [5, 10, 15, 16]
-
-
-def test_wandb_gets_the_points_of_all_starts_in_files_of_one_run(run: Path) -> None:
-    files = sorted(run.glob("wandb/offline-run-*/*.wandb"))
-    assert len(files) == 3
-    assert len({path.name for path in files}) == 1, "the run has changed its id"
-    points = [(name, row["_step"]) for path in files for row in wandb_rows(path) for name in row if name[0] != "_"]
-    # What wandb had not written when the run was killed is in the metrics file only.
-    assert {step for name, step in points if name == TRAIN_LOSS} >= set(range(KILLED_AT, NUM_STEPS))
-    assert {10, 15, 16} <= {step for name, step in points if name == "samples"}
 
 
 @pytest.mark.world_size(2)

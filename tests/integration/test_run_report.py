@@ -1,6 +1,8 @@
-"""A run that was killed, pre-empted and ended, on one and two ranks: what it wrote of itself, and its report."""
+"""A run that was killed, pre-empted, put back and ended, on one and two ranks: its report, and each point once."""
 
 import json
+import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,16 +11,19 @@ import pytest
 from PIL import Image
 from wandb.proto.wandb_internal_pb2 import Record
 
+from diffusion.checkpointing.find import resolve_checkpoint
+from diffusion.checkpointing.layout import batch_of
 from diffusion.distributed import PREEMPTED_EXIT_CODE
+from diffusion.formats.run_folder import TRAIN_LOSS
 from diffusion.reports.run import read_run
 from diffusion.reports.run_page import write_report
 from tests.tools.image_marks import read_mark
-from tests.tools.logged_points import stored_records
+from tests.tools.logged_points import stored_records, tensorboard_points, wandb_rows
 from tests.tools.toys import API_KEY
 
 pytestmark = pytest.mark.slow
 
-NUM_STEPS = 24
+NUM_STEPS, KILLED_AT = 24, 8
 PROMPTS = ["a red circle", "a blue star", "a green square"]
 IN_ENVIRONMENT, IN_CONFIG, IN_URL = "planted-0-environment", API_KEY, "planted-2-url"
 
@@ -36,6 +41,7 @@ SECRETIVE = (
 
 @pytest.fixture(scope="module")
 def run(server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was killed after steps that no checkpoint has, then pre-empted, then put back, and ended."""
     root = tmp_path_factory.mktemp("report")
     folder = root / "run"
     options = [
@@ -44,14 +50,17 @@ def run(server, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "trainer.save_interval=5ba",
         "samples.interval=8ba",
         "group=study",
-        "loggers.wandb={project: toy, tags: [a, b]}",
+        "loggers={tensorboard: true, wandb: {project: toy, tags: [a, b]}}",
         "loggers.utilisation_interval=4",
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TEST_STORE_PASSWORD", IN_ENVIRONMENT)
-        assert server.run(1, [("tests/tools/toy.yaml", [*options, signal_at(8, 9)])]).codes == [-9]
+        assert server.run(1, [("tests/tools/toy.yaml", [*options, signal_at(KILLED_AT, 9)])]).codes == [-9]
         codes = server.run(2, [("tests/tools/toy.yaml", [*options, signal_at(13, 15)])]).codes
         assert codes == [PREEMPTED_EXIT_CODE] * 2
+        newest = resolve_checkpoint(str(folder))
+        assert batch_of(newest) == 15
+        shutil.rmtree(newest)
         server.train(1, [("tests/tools/toy.yaml", [*options, f"plugins.callbacks=[{SECRETIVE}]"])])
     return folder
 
@@ -72,7 +81,7 @@ def wandb_records(run: Path) -> Iterator[tuple[str, Any]]:
 def test_starts_say_when_where_and_how_they_ended(run: Path) -> None:
     rows = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
     assert [row["event"] for row in rows] == ["start", "start", "end", "start", "end"]
-    assert [row["step"] for row in rows] == [0, 5, 15, 15, NUM_STEPS]
+    assert [row["step"] for row in rows] == [0, 5, 15, 10, NUM_STEPS]
     assert [row["world_size"] for row in rows if row["event"] == "start"] == [1, 2, 1]
     assert rows[2]["signal"] == "SIGTERM"
     assert rows[4]["is_finished"]
@@ -83,7 +92,7 @@ def test_the_report_of_the_run(run: Path) -> None:
     found = read_run(run)
     assert (found.status, found.num_steps) == ("finished", NUM_STEPS)
     assert [one.end for one in found.starts] == ["killed", "pre-empted (SIGTERM)", "finished"]
-    assert 0 < found.num_steps_redone <= 3
+    assert 5 < found.num_steps_redone <= 5 + 3
     write_report([found], run / "report.html")
     page = (run / "report.html").read_text()
     assert all(prompt in page for prompt in PROMPTS)
@@ -129,6 +138,33 @@ def test_wandb_has_configuration_group_tags_and_captions(run: Path) -> None:
     ]
     assert captions
     assert all(found == PROMPTS for found in captions)
+
+
+def steps_of(name: str, points: list[tuple[str, int]], *, but: tuple[int, ...]) -> list[int]:
+    """Steps of the points of a name; each point is there once, but for those of some steps."""
+    assert not [point for point, num in Counter(points).items() if num > 1 and point[1] not in but]
+    return sorted({step for other, step in points if other == name})
+
+
+def test_tensorboard_shows_the_points_of_repeated_steps_once(run: Path) -> None:
+    folder = run / "tensorboard" / "toy"
+    assert len(list(folder.rglob("events.out.tfevents.*"))) == 3
+    points = tensorboard_points(folder)
+    assert len({name for name, _ in points}) > 5
+    resumed_at = (5, 10)
+    assert steps_of(TRAIN_LOSS, points, but=resumed_at) == list(range(NUM_STEPS))
+    assert steps_of("time/checkpoint_stall", points, but=resumed_at) == [5, 10, 15, 20, NUM_STEPS]
+    assert steps_of("lr-AdamW/group0", points, but=resumed_at) == list(range(1, NUM_STEPS + 1))
+    assert steps_of("samples", points, but=resumed_at) == [8, 16, NUM_STEPS]
+
+
+def test_wandb_gets_the_points_of_all_starts_in_files_of_one_run(run: Path) -> None:
+    files = sorted(run.glob("wandb/offline-run-*/*.wandb"))
+    assert len({path.name for path in files}) == 1, "the run has changed its id"
+    points = [(name, row["_step"]) for path in files for row in wandb_rows(path) for name in row if name[0] != "_"]
+    # What wandb had not written when the run was killed is in the metrics file only.
+    assert {step for name, step in points if name == TRAIN_LOSS} >= set(range(KILLED_AT, NUM_STEPS))
+    assert {8, 16, NUM_STEPS} <= {step for name, step in points if name == "samples"}
 
 
 def test_no_secret_is_in_what_wandb_the_loggers_and_the_report_write(
