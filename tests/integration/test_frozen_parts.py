@@ -34,7 +34,7 @@ def trained(server, shapes, tmp_path_factory) -> Path:
     return root
 
 
-@pytest.fixture(params=["ddp", "fsdp"])
+@pytest.fixture
 def run(request, trained, tmp_path, monkeypatch) -> Path:
     """One of the runs, seen from another working directory."""
     monkeypatch.chdir(tmp_path)
@@ -72,6 +72,7 @@ def uses(run: Path, out: Path) -> dict[str, Callable[[FrozenPaths | None], Any]]
     }
 
 
+@pytest.mark.parametrize("run", ["ddp", "fsdp"], indirect=True)
 def test_a_relative_path_is_found_from_other_folders(run):
     checkpoint = resolve_checkpoint(str(run))
     assert load_config_of(checkpoint).model.vae == str(run.parent / "vae")
@@ -79,7 +80,7 @@ def test_a_relative_path_is_found_from_other_folders(run):
     load_model(run)
 
 
-@pytest.mark.parametrize("change", [change_weights, change_scaling])
+@pytest.mark.parametrize(("run", "change"), [("ddp", change_weights), ("fsdp", change_scaling)], indirect=["run"])
 def test_changed_parts_are_refused_and_moved_ones_can_be_named(run, tmp_path, change):
     original, moved = run.parent / "vae", tmp_path / "moved"
     shutil.copytree(original, moved)

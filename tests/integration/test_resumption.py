@@ -36,8 +36,6 @@ SCENARIOS: dict[str, list[tuple[int, int]]] = {
 WORLDS = [(1, "fsdp"), (2, "fsdp"), (2, "ddp")]
 CASES = [
     ((1, "fsdp"), "twice at random", False),
-    ((1, "fsdp"), "at the end of an epoch", False),
-    ((2, "fsdp"), "twice at random", False),
     ((2, "fsdp"), "before, at and after the start of the average", False),
     ((2, "ddp"), "at the end of an epoch", False),
     ((2, "fsdp"), "at the end of an epoch", True),

@@ -19,7 +19,7 @@ from diffusion.operations import utilisation
 from diffusion.operations.utilisation import Counters, LoaderSettings
 from tests.tools.toys import ToyLatents
 
-SLEEP = 0.25
+SLEEP = 0.1
 HERE = "tests.integration.test_utilisation"
 SLOW = f"{HERE}.SlowLatents"
 

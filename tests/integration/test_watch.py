@@ -1,7 +1,4 @@
-"""A watcher that is started before, during and after a run, and killed once: each checkpoint is evaluated once.
-
-On one rank from a folder of checkpoints, and on two ranks from an object store.
-"""
+"""A watcher of two ranks that is started before, during and after a run in an object store, and killed once."""
 
 import json
 from collections import Counter
@@ -10,17 +7,18 @@ from pathlib import Path
 import pytest
 
 from diffusion.evaluation.watch import LEDGER, read_ledger
-from diffusion.storage import is_url
 from tests.tools.evaluation_toys import write_images, write_prompts
 from tests.tools.logged_points import tensorboard_points, wandb_rows
-from tests.tools.s3_server import s3_process
+from tests.tools.s3_server import S3Server, s3_process
 from tests.tools.training_runs import Job, TrainingServer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.s3, pytest.mark.world_size(2)]
 
 __all__ = ["s3_process"]
 
 STEPS = [2, 4, 6, 8]
+NUM_RANKS = 2
+URL = "s3://tests/watched"
 
 
 def state_of(folder: Path) -> dict[str, int]:
@@ -28,26 +26,17 @@ def state_of(folder: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for kind in kinds for path in folder.glob(kind)}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[1, pytest.param(2, marks=[pytest.mark.world_size(2), pytest.mark.s3])],
-    ids=["folder", "store-2-ranks"],
-)
+@pytest.fixture(scope="module")
 def watched(
-    request: pytest.FixtureRequest, server: TrainingServer, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Path, str, dict[str, int]]:
-    """Output folder, run folder and URI after three watchers, the first one killed; files before the third."""
+    server: TrainingServer, s3_process: S3Server, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path, dict[str, int]]:
+    """Output folder and run folder after three watchers, the first one killed; files before the third."""
     root = tmp_path_factory.mktemp("watch")
     write_images(root / "reference", 5)
     write_prompts(root / "prompts.txt", ["a red star", "a blue star"])
     run, output = root / "run", root / "evaluation"
-    num_ranks: int = request.param
-    url, of_store = None, {}
-    if num_ranks > 1:
-        url, of_store = "s3://tests/watched", request.getfixturevalue("s3_process").environment
-    uri = url or str(run)
     overrides = [
-        f"model={uri}",
+        f"model={URL}",
         f"output_folder={output}",
         f"protocol.prompts.path={root / 'prompts.txt'}",
         f"protocol.reference.path={root / 'reference'}",
@@ -61,11 +50,11 @@ def watched(
 
     def start_watcher() -> Job:
         command = ["evaluate.py", "tests/tools/toy_evaluation.yaml", "watch=true", *overrides]
-        return server.start(num_ranks, command, WANDB_SILENT="true", **of_store)
+        return server.start(NUM_RANKS, command, WANDB_SILENT="true", **s3_process.environment)
 
     first = start_watcher()
-    of_run = [f"output_folder={run}", f"trainer.checkpoint_folder={url or 'null'}", "loggers.tensorboard=true"]
-    training = server.start_training(1, [("tests/tools/toy.yaml", of_run)], **of_store)
+    of_run = [f"output_folder={run}", f"trainer.checkpoint_folder={URL}", "loggers.tensorboard=true"]
+    training = server.start_training(1, [("tests/tools/toy.yaml", of_run)], **s3_process.environment)
     first.wait_for(lambda: any((output / LEDGER).glob("*.json")))
     first.kill()
     second = start_watcher()
@@ -74,12 +63,12 @@ def watched(
         assert not any(ended.codes), ended.output[-3000:]
     before = state_of(output)
     assert not any(start_watcher().finish().codes)
-    return output, run, uri, before
+    return output, run, before
 
 
 def test_each_checkpoint_is_evaluated_once(watched):
-    output, _, uri, before = watched
-    ledger = read_ledger(output / LEDGER, uri)
+    output, _, before = watched
+    ledger = read_ledger(output / LEDGER, URL)
     found = {name: (entry.step, entry.skipped, entry.is_last) for name, entry in ledger.items()}
     assert found == {f"ep0-ba{step}": (step, None, step == STEPS[-1]) for step in STEPS}
     # The average starts after 3 steps, so the first checkpoint has none.
@@ -92,17 +81,17 @@ def test_each_checkpoint_is_evaluated_once(watched):
 
 
 def test_numbers_stand_at_the_steps_of_training(watched):
-    output, _, uri, _ = watched
+    output, _, _ = watched
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == STEPS
     name = "evaluation/raw/cfg1/frechet_random-4"
     result = json.loads((output / "results" / "ep0-ba4-raw-cfg1.json").read_text())
     assert rows[1][name] == result["numbers"]["frechet_random-4"]["value"]
-    assert result["path"] == (f"{uri}/ep0-ba4" if is_url(uri) else f"{uri}/checkpoints/ep0-ba4")
+    assert result["path"] == f"{URL}/ep0-ba4"
 
 
 def test_writers_never_meet_and_write_no_point_twice(watched):
-    output, run, _, _ = watched
+    output, run, _ = watched
     points = tensorboard_points(run / "tensorboard" / "toy.evaluation")
     assert set(Counter(points).values()) == {1}
     assert {step for name, step in points if "/raw/" in name} == set(STEPS)
@@ -114,19 +103,16 @@ def test_writers_never_meet_and_write_no_point_twice(watched):
     assert all(row["trainer/step"] == row["_step"] for row in rows)
 
 
-def test_an_undecodable_reference_image_ends_all_ranks_and_skips_no_checkpoint(request, server, watched, tmp_path):
-    _, _, uri, _ = watched
-    num_ranks = request.node.callspec.params["watched"]
-    of_store = request.getfixturevalue("s3_process").environment if is_url(uri) else {}
+def test_an_undecodable_reference_image_ends_all_ranks_and_skips_no_checkpoint(server, s3_process, watched, tmp_path):
     write_images(tmp_path / "reference", 5)
     (tmp_path / "reference" / "004.png").write_bytes(b"no image")  # In the second batch, of the last rank.
-    command = ["evaluate.py", "tests/tools/toy_evaluation.yaml", "watch=true", f"model={uri}", "batch_size=4"]
+    command = ["evaluate.py", "tests/tools/toy_evaluation.yaml", "watch=true", f"model={URL}", "batch_size=4"]
     command += [f"output_folder={tmp_path / 'out'}", f"protocol.reference.path={tmp_path / 'reference'}"]
     command += [
         f"protocol.prompts.path={write_prompts(tmp_path / 'prompts.txt', ['a', 'b'])}",
         "protocol.metrics=[fid]",
     ]
-    ended = server.start(num_ranks, command, **of_store).finish()
+    ended = server.start(NUM_RANKS, command, **s3_process.environment).finish()
     assert set(ended.codes) == {2}, ended.output[-3000:]
     assert "004.png" in ended.output
     assert not (tmp_path / "out" / LEDGER).exists()
