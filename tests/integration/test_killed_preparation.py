@@ -87,7 +87,7 @@ def test_killed_and_continued_by_other_workers(server, sources, undisturbed, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [*WORKERS[1:]], ids=" ".join)
+@pytest.mark.parametrize("options", WORKERS[1:-1], ids=" ".join)
 def test_workers_and_engines_are_equal_to_the_byte(server, sources, undisturbed, tmp_path, options):
     command = [*sources, str(tmp_path / "out"), "--edges", "16", "34", "--partition-size", str(PARTITION_SIZE),
                "--seed", "3", "--shard-mb", str(SHARD_MB), "--window-mb", str(WINDOW_MB)]  # fmt: skip

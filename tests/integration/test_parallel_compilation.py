@@ -1,5 +1,8 @@
 """With `performance.parallel_compilation` the first step finds every graph in Inductor's cache."""
 
+import multiprocessing
+
+import pytest
 import torch
 from composer import Callback, Logger, State
 from torch._dynamo.utils import counters
@@ -25,6 +28,7 @@ class CountGraphs(Callback):
             type(self).found = {name: counters["inductor"][name] for name in names}
 
 
+@pytest.mark.slow
 def test_the_first_step_finds_all_its_graphs(tmp_path):
     overrides = [
         f"output_folder={tmp_path}",
@@ -43,7 +47,9 @@ def test_the_first_step_finds_all_its_graphs(tmp_path):
     assert CountGraphs.found == {"fxgraph_cache_hit": 8, "fxgraph_cache_miss": 0}
 
 
-def test_an_error_of_a_process_is_returned():
+def test_an_error_of_a_process_is_returned(monkeypatch):
+    fork = multiprocessing.get_context("fork")  # It need not import what this process has.
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: fork)
     call = BlockCall("absent", {}, (), {}, torch.device("cpu"), None, is_sharded=False)
     config = ModelConfig(architecture=Architecture.tiny)
     [error] = Compilers(1, config, PerformanceConfig(), Device.cpu).compile([call])

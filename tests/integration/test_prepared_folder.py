@@ -215,20 +215,6 @@ def test_killed_in_the_middle_of_an_overwrite(source, tmp_path, change, moment):
     assert tree(out) == tree(tmp_path / "fresh")
 
 
-@pytest.mark.parametrize("moment", [".mds", "manifest.json"])
-def test_killed_in_a_growth(tmp_path, moment):
-    source = tmp_path / "set"
-    write_folder(source, 20)
-    for name in ("out", "undisturbed"):
-        prepare([source], tmp_path / name, **OPTIONS)
-    write_folder(source, 20, start=100)
-    prepare([source], tmp_path / "undisturbed", **OPTIONS)
-    killed((moment, 2 if moment == ".mds" else 0), source, tmp_path / "out", OPTIONS)
-    assert PreparedManifest.read(tmp_path / "out").kept == 20, "until the end it is what it was"
-    prepare([source], tmp_path / "out", **OPTIONS)
-    assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
-
-
 # Disks and writers
 
 

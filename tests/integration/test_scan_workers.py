@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import time
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -72,7 +73,7 @@ def test_killed_and_continued_by_other_workers(server, sources, undisturbed, tmp
         job = start(1 + kill % 2)
         wanted = len(list(out.glob("metadata/*.parquet"))) + chance.randint(1, 4)
         while len(list(out.glob("metadata/*.parquet"))) < wanted and job.poll() is None:
-            pass
+            time.sleep(0.01)
         os.kill(job.pids[0], signal.SIGKILL)
         job.finish()
     assert start(2).finish().codes == [0]

@@ -228,20 +228,6 @@ class TestS3:
             open_source(f"s3://user:{SECRET}@tests/x")
         assert SECRET not in "".join([*said, str(refused.value)])
 
-    def test_an_outage_in_mid_read_is_bridged(self, layouts, s3_server: S3Server, monkeypatch):
-        monkeypatch.setattr(storage, "BLOCK_BYTES", 8000)
-        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "25")
-        upload(layouts / "parquet", "s3://tests/outage")
-        expected = read(layouts / "parquet" / "0.parquet")
-        items = items_of(open_source("s3://tests/outage/0.parquet"))
-        found = [next(items)]
-        s3_server.kill()
-        restart = threading.Timer(1.0, s3_server.start)
-        restart.start()
-        found += items
-        restart.join()
-        assert bare(found) == bare(expected)
-
     def test_an_outage_for_good_is_one_message(self, layouts, s3_server: S3Server, monkeypatch):
         monkeypatch.setattr(storage, "BLOCK_BYTES", 8000)
         monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
@@ -367,25 +353,6 @@ class TestWeb:
         (tmp_path / "netrc").write_text(f"machine 127.0.0.1 login user password {SECRET}\n")
         monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
         assert len(read(f"{web.url}/private/0.tar")) == 12
-
-
-def test_a_body_of_s3_that_breaks_off_is_read_again(layouts, monkeypatch):
-    (layouts / "bucket").mkdir()
-    (layouts / "bucket" / "x.tar").write_bytes((layouts / "tars" / "0.tar").read_bytes())
-    server = WebServer(layouts)
-    monkeypatch.setattr(server, "answer", lambda handler, answer=server.answer: answer(handler))
-    for name, value in {"S3_ENDPOINT_URL": server.url, "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}.items():
-        monkeypatch.setenv(name, value)
-    server.failures["/bucket/x.tar", "broken"] = 3
-    try:
-        assert storage.read("s3://bucket/x.tar") == (layouts / "bucket" / "x.tar").read_bytes()
-        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
-        server.failures["/bucket/x.tar", "broken"] = 1000
-        with pytest.raises(MachineError, match=r"s3://bucket/x.tar"):
-            storage.read("s3://bucket/x.tar")
-    finally:
-        server.server.shutdown()
-        server.server.server_close()
 
 
 def test_what_fsspec_reaches(layouts):

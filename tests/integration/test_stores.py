@@ -7,7 +7,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from diffusion.datasets.loader import BatchLoader, train_loader
 from diffusion.errors import DataError
 from tests.tools.faulty_proxy import FaultyProxy
 from tests.tools.forking import free_port
-from tests.tools.s3_server import KEY, S3Server, find_s3rver, object_file, s3_process, s3_server
+from tests.tools.s3_server import KEY, S3Server, find_s3rver, s3_process, s3_server
 from tests.tools.written_data import data_config, write_encoded
 
 assert s3_process
@@ -133,18 +132,9 @@ def test_a_server_that_is_killed_and_comes_back(tmp_path, remote, expected, prox
     assert killed.is_set()
 
 
-def test_a_server_that_is_slow_fails_now_and_then_or_cuts_its_answers(tmp_path, remote, expected, proxy) -> None:
-    faults = {"shard.00000.mds": "error", "shard.00001.mds": "cut", "shard.00002.mds": "damage", "index.json": "slow"}
-    proxy.fault = lambda name, count: faults.get(name) if count == 1 else None
-    assert read(open_loader(tmp_path, remote, "a", "b")) == expected
-    assert all(proxy.requests[name] >= 3 for name in faults if name != "index.json")  # of a and b, and once more
-
-
-@pytest.mark.parametrize(("fault", "num_workers"), [("silent", 0), ("error", 1)])
-def test_a_server_that_is_down_for_good(tmp_path, remote, proxy, fault, num_workers) -> None:
-    proxy.fault = lambda name, count: fault if name == "shard.00002.mds" else None
-    options = {"num_workers": num_workers, "download_attempts": 2, "download_timeout": 5.0}
-    loader = open_loader(tmp_path, remote, "a", **options)
+def test_a_server_that_is_down_for_good(tmp_path, remote, proxy) -> None:
+    proxy.fault = lambda name, count: "silent" if name == "shard.00002.mds" else None
+    loader = open_loader(tmp_path, remote, "a", num_workers=1, download_attempts=2, download_timeout=5.0)
     began = time.monotonic()
     with pytest.raises(DataError) as caught:
         read(loader)
@@ -214,41 +204,6 @@ def test_a_store_that_is_not_there(tmp_path, remote, monkeypatch) -> None:
     monkeypatch.setenv("S3_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(DataError, match=r"S3_ENDPOINT_URL"):
         open_loader(tmp_path / "b", remote, "a", download_attempts=1)
-
-
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_a_damaged_object_is_fetched_again_and_then_reported(tmp_path, remote, proxy, s3_server, is_cut) -> None:
-    path = object_file(s3_server, f"{remote}/a/shard.00001.mds")
-    data = path.read_bytes()
-    try:
-        if is_cut:
-            proxy.fault = lambda name, count: "cut" if name == "shard.00001.mds" else None
-        else:
-            path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-        with pytest.raises(DataError, match=r"shard\.00001\.mds"):
-            read(open_loader(tmp_path, remote, "a"))
-    finally:
-        path.write_bytes(data)
-    assert proxy.requests["shard.00001.mds"] >= 2
-    assert not (tmp_path / "a" / "shard.00001.mds").exists()
-
-
-def test_eviction_does_not_change_the_batches(tmp_path, original, remote, expected) -> None:
-    shards = sorted(original.glob("*/*.mds"))
-    indexes = sum(path.stat().st_size for path in original.glob("*/index.json"))
-    limit = indexes + 12 * max(path.stat().st_size for path in shards)
-    assert limit < indexes + sum(path.stat().st_size for path in shards)
-    options = {"cache_limit": f"{limit}b", "predownload": 8, "num_workers": 2}
-    loader = open_loader(tmp_path, remote, "a", "b", **options)
-    batches = read(loader)
-    assert batches == expected
-    held = 0
-    for path in tmp_path.rglob("*"):
-        with suppress(FileNotFoundError):  # Workers fetch shards of the next epoch, and remove others.
-            held += path.stat().st_size if path.is_file() else 0
-    # Room for a shard is made before it comes, but two threads of each worker do so at the same time.
-    assert held <= limit + 4 * max(path.stat().st_size for path in shards)
-    assert held < indexes + sum(path.stat().st_size for path in shards), "something was removed"
 
 
 SHARD_SAMPLES = 8

@@ -1,15 +1,14 @@
-"""A proxy in front of an S3 server that does to requests what a test wants: errors, delays, cut and damaged answers."""
+"""A proxy in front of an S3 server that does to requests what a test wants: errors, silence, cut and damaged answers."""
 
 import http.client
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import PurePosixPath
 
 Fault = Callable[[str, int], str | None]
-"""Name of an object and how often it was asked for (from 1) -> error, slow, silent, cut, damage, drop or None."""
+"""Name of an object and how often it was asked for (from 1) -> error, silent, cut, damage, drop or None."""
 
 
 class FaultyProxy:
@@ -60,8 +59,6 @@ class FaultyProxy:
             with self._counting:  # Each request has a thread.
                 self.requests[name] += 1
                 fault = self.fault(name, self.requests[name])
-        if fault == "slow":
-            time.sleep(0.3)
         if fault == "silent":
             self.ended.wait(60)
         if fault in ("silent", "drop"):
