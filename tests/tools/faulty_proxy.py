@@ -1,4 +1,4 @@
-"""A proxy in front of an S3 server that does to requests what a test wants: errors, silence, cut and damaged answers."""
+"""A proxy in front of an S3 server with the faults of a test: errors, silence, cut and damaged answers."""
 
 import http.client
 import threading
