@@ -250,25 +250,6 @@ def test_output_is_claimed(tmp_path):
         prepare([tmp_path / "set"], tmp_path / "file" / "out", edges=[16])
 
 
-def test_an_image_that_changes_between_scan_and_write(tmp_path):
-    write_folder(tmp_path / "set", 12)
-    image = tmp_path / "set" / "0007.png"
-    before = image.read_bytes()
-
-    def work():
-        storage.write = kill_before((".mds", 0), storage.write, 0)
-        prepare([tmp_path / "set"], tmp_path / "out", edges=[16])
-
-    process = multiprocessing.get_context("fork").Process(target=work)
-    process.start()
-    process.join()
-    image.write_bytes(before + b"x")
-    with pytest.raises(DataError, match=r"set/0007\.png"):
-        prepare([tmp_path / "set"], tmp_path / "out", edges=[16])
-    image.write_bytes(before)
-    assert prepare([tmp_path / "set"], tmp_path / "out", edges=[16]).kept == 12
-
-
 # Manifests of another kind
 
 

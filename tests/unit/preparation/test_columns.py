@@ -91,9 +91,8 @@ def test_the_named_column_holds_the_captions(tmp_path, write):
     assert captions_of(tmp_path / "out") == {noise(20, 20, i): [f"long {i}"] for i in range(NUM)}
 
 
-@pytest.mark.parametrize("is_of_source", [False, True])
 @pytest.mark.parametrize("column", ["caption_column", "image_column"])
-@pytest.mark.parametrize("write", KINDS)
+@pytest.mark.parametrize(("write", "is_of_source"), [*((write, False) for write in KINDS), (write_parquet, True)])
 def test_a_column_that_is_nowhere(tmp_path, write, column, is_of_source):
     write(tmp_path / "source")
     source = str(tmp_path / "source")

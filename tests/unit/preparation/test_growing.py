@@ -244,26 +244,6 @@ def test_a_growth_does_not_read_all_that_was_there(tmp_path, monkeypatch):
     assert prepare([source], out, **options).kept == 14
 
 
-def test_a_source_that_changed_is_refused(tmp_path):
-    source, out = tmp_path / "set", tmp_path / "out"
-    write_folder(source, 12)
-    prepare([source], out, **OPTIONS)
-    before = tree(out)
-    (source / "0003.txt").write_text("image 4\n")
-    with pytest.raises(DataError, match=r"set/0003\.png.*--overwrite"):
-        prepare([source], out, **OPTIONS)
-    (source / "0003.txt").write_text("image 3\n")
-    (source / "0004.png").rename(source / "renamed.png")
-    with pytest.raises(DataError, match=r"0004\.png.*--overwrite"):
-        prepare([source], out, **OPTIONS)
-    (source / "renamed.png").rename(source / "0004.png")
-    assert tree(out) == before
-    prepare([source], out, **OPTIONS)
-    os.utime(source / "0001.png", ns=(0, 0))
-    assert prepare([source], out, **OPTIONS).kept == 12, "another time, the same content"
-    assert tree(out) == before
-
-
 @pytest.mark.parametrize("erase", [False, True])
 def test_a_removed_image_may_be_gone(tmp_path, erase):
     source, out = tmp_path / "set", tmp_path / "out"

@@ -264,15 +264,6 @@ def test_growth(folder, out):
     assert tree(out) == before
 
 
-def test_growth_by_a_source(folder, out, tmp_path):
-    scan([folder], out)
-    write_folder(tmp_path / "more", 4)
-    grown = scan([folder, tmp_path / "more"], out)
-    assert [(one.number, one.source) for one in grown.partitions] == [(0, 0), (1, 1)]
-    with pytest.raises(DataError, match="more"):
-        scan([folder], out)
-
-
 def test_touched_files_are_the_same(folder, out):
     scan([folder], out, partition_size=4)
     before = tree(out)
