@@ -17,6 +17,8 @@ from diffusion.models.pretrained import load_pretrained
 from diffusion.train import build_training_model
 from tests.tools.runs import signal_at
 
+pytestmark = pytest.mark.slow
+
 
 def weights_and_moments(run: Path) -> dict[str, Tensor]:
     """All tensors of model and optimizer in the newest checkpoint."""

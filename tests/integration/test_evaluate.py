@@ -17,6 +17,8 @@ from tests.tools.evaluation_toys import (
 )
 from tests.tools.vision_language_models import write_reward, write_vqa
 
+pytestmark = pytest.mark.slow
+
 NUM_IMAGES = 10
 REPLIES = {"yes": 0.4, "Yes": 0.1, "no": 0.2, "two": 0.08}
 HPSV3 = 9.75
@@ -193,7 +195,6 @@ def test_a_modified_protocol_is_reported(outputs, tmp_path):
         Result.read(path)
 
 
-@pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_memory_for_as_many_features_as_in_the_shipped_protocol(server, tmp_path):
     """10,000 images and as many of the reference, 2,048 features: 0.16 GB of features; twice 6.5 GiB by batches."""

@@ -29,6 +29,8 @@ from diffusion.planning.plan import plan_run
 from tests.tools.runs import losses
 from tests.tools.training_runs import Run
 
+pytestmark = pytest.mark.slow
+
 TOY = "tests/tools/toy.yaml"
 PROMPTS = ["a red circle", "a blue star"]
 LORA = ["model.lora={rank: 4, alpha: 8.0}", "optimizer.lr=0.2", "trainer.max_duration=4ba", "algorithms.ema.start=1ba"]

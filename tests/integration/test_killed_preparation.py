@@ -14,6 +14,8 @@ from tests.tools.image_files import noise, sample, tree, write_folder, write_tar
 from tests.tools.preparing import prepare
 from tests.tools.training_runs import Job
 
+pytestmark = pytest.mark.slow
+
 RAY = ["--workers", "2", "--engine", "ray"]
 WORKERS = [
     ["--workers", "1"],
@@ -86,7 +88,6 @@ def test_killed_and_continued_by_other_workers(server, sources, undisturbed, tmp
     assert tree(out) == undisturbed
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", WORKERS[1:-1], ids=" ".join)
 def test_workers_and_engines_are_equal_to_the_byte(server, sources, undisturbed, tmp_path, options):
     command = [*sources, str(tmp_path / "out"), "--edges", "16", "34", "--partition-size", str(PARTITION_SIZE),

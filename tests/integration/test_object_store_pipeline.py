@@ -20,6 +20,8 @@ from tests.tools.training_runs import SMALL_UNET, Run
 
 __all__ = ["s3_process", "s3_server"]
 
+pytestmark = [pytest.mark.s3, pytest.mark.slow]
+
 STEPS = 4
 OPTIONS = [
     SMALL_UNET,
@@ -48,7 +50,6 @@ def losses(run: Path) -> tuple[list[float], list[float]]:
     return series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)
 
 
-@pytest.mark.s3
 def test_from_images_in_a_store_to_checkpoints_in_one(server, s3_server: S3Server, tmp_path: Path) -> None:
     write_data_set(tmp_path / "drawn", 120, seed=5)
     layouts = ("images", "webdataset", "parquet")

@@ -28,6 +28,8 @@ from tests.tools.forking import free_port
 from tests.tools.hub_server import TOKEN, Hub, hub
 from tests.tools.image_marks import read_mark
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["hub"]
 
 TOY = "tests/tools/toy.yaml"

@@ -7,6 +7,8 @@ import pytest
 from tests.tools.training_runs import ROOT, SMALL_UNET
 from verification.verify_elastic import main
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.world_size(2)
 def test_the_short_proof_holds(server, tmp_path, monkeypatch, capsys):
