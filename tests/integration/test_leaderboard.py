@@ -19,7 +19,7 @@ def test_a_recipe_is_trained_for_the_same_cpu_seconds_and_scored(server, tmp_pat
     monkeypatch.setattr(leaderboard, "COMPOSER", [str(programs / "composer")])
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
-    options = ["--quick", "--cpu-seconds", "1", "--seeds", "1", "--rows", str(rows), "--out", str(tmp_path / "out")]
+    options = ["--quick", "--cpu-seconds", "2", "--seeds", "1", "--rows", str(rows), "--out", str(tmp_path / "out")]
     recipe = ["benchmarks/scores.yaml", "schedule.warmup=0.1dur", "--prepare", "benchmarks/wrong_captions.yaml"]
     command = ["leaderboard.py", *recipe, *options]
     monkeypatch.setattr(sys, "argv", command)
