@@ -140,8 +140,7 @@ def test_lora_leaves_the_weights_as_they_are(runs, kind):
     assert len(kept) < len(after)
 
 
-@pytest.mark.parametrize("way", ["ddp-1", "lora-fsdp-2"])
-@pytest.mark.parametrize("weights", ["raw", "ema"])
+@pytest.mark.parametrize(("way", "weights"), [("ddp-1", "ema"), ("lora-fsdp-2", "raw")])
 def test_the_pipeline_of_diffusers_gives_the_images_of_generate(runs, kind, way, weights, tmp_path):
     latents = initial_latents([1, 2], (4, 8, 8), torch.device("cpu"))
     asked = ASKED.get(kind)
