@@ -11,17 +11,20 @@ import pytest
 from tests.tools.training_runs import TrainingServer
 
 LONGEST = (
-    "test_object_store.py",
+    "test_ray.py",
     "test_elastic_launch.py",
+    "test_object_store.py",
     "test_ahead_of_time.py",
     "test_yamls.py",
-    "test_ray.py",
+    "test_speedrun.py",
+    "test_parallel_compilation.py",
     "test_combinations.py",
     "test_resumption.py",
     "test_ema_runs.py",
     "test_chaos.py",
     "test_network_runs.py",
     "test_leaderboard.py",
+    "test_utilisation.py",
     "test_fused_norms.py",
     "test_ssh.py",
     "test_slurm.py",
