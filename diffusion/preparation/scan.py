@@ -22,6 +22,7 @@ import xxhash
 
 from diffusion import storage
 from diffusion.config.loading import to_dict
+from diffusion.config.secrets import redact
 from diffusion.datasets.images import BYTES_PER_PIXEL, UndecodableImageError, decode_reduced
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.formats.data_set import ANSWERS, LISTINGS, MANIFEST, METADATA, REREAD, SCAN, SCORES, SELECTION
@@ -225,7 +226,7 @@ def _check_same(out: str, scan: Scan, sources: Sequence[Source], settings: dict[
 
 
 def changed_settings(there: Mapping[str, Any], given: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Describe the settings of a data set that differ from the given ones, as `seed: 17, not 5`."""
+    """Describe the settings of a data set that differ from the given ones, as `seed: 17, not 5`, without secrets."""
     found = []
     for name, value in given.items():
         old = there.get(name)
@@ -234,7 +235,8 @@ def changed_settings(there: Mapping[str, Any], given: Mapping[str, Any], prefix:
         if isinstance(old, dict) and isinstance(value, dict):
             found += changed_settings(old, {**dict.fromkeys(old), **value}, f"{prefix}{name}.")
         elif old != value:
-            found.append(f"{prefix}{name}: {old}, not {value}")
+            shown_old, shown = (redact({name: one})[name] for one in (old, value))
+            found.append(f"{prefix}{name}: {shown_old}, not {shown}")
     return found
 
 

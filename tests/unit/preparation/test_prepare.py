@@ -25,6 +25,7 @@ from diffusion.preparation import output, scan
 from diffusion.preparation.config import (
     STAGES,
     BucketsConfig,
+    CaptionerConfig,
     DuplicatesConfig,
     FiltersConfig,
     PrepareConfig,
@@ -392,6 +393,34 @@ def test_scores_survive_an_overwrite(tmp_path):
     for edge in (16, 34):
         prepare([tmp_path / "set"], tmp_path / "out", edges=[edge], scorers=scorers, overwrite=True)
     assert sum(map(len, CALLS)) == 4
+
+
+class Keyed:
+    def __init__(self, api_key: str = "") -> None: ...
+
+    def __call__(self, images, captions):
+        return [1.0] * len(images)
+
+
+def test_a_secret_of_a_plugin_is_neither_stored_nor_shown(tmp_path):
+    write_folder(tmp_path / "set", 4)
+    path, secret = f"{__name__}.Keyed", {"api_key": "hidden-0123"}
+    for plugins in (
+        {"scorers": [ScorerConfig(path=path, column="x", arguments=secret)]},
+        {"captioner": CaptionerConfig(path=path, arguments={"nested": [secret]})},
+    ):
+        with pytest.raises(ConfigurationError, match="secret") as raised:
+            prepare([tmp_path / "set"], tmp_path / "out", edges=[16], **plugins)
+        assert "hidden" not in str(raised.value)
+    assert not tree(tmp_path / "out")
+    plain = {"edges": [16], "scorers": [ScorerConfig(path=path, column="x")]}
+    prepare([tmp_path / "set"], tmp_path / "out", **plain)
+    manifest = PreparedManifest.read(tmp_path / "out")
+    manifest.settings["scorers"][0]["arguments"] = secret  # By an earlier version.
+    manifest.write(tmp_path / "out")
+    with pytest.raises(DataError, match="arguments") as raised:
+        prepare([tmp_path / "set"], tmp_path / "out", **plain)
+    assert "hidden" not in str(raised.value)
 
 
 def test_the_report_of_a_run_that_was_stopped_before_it(tmp_path):
