@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 from streaming import MDSWriter
 
+from diffusion import storage
 from diffusion.config.loading import from_dict
 from diffusion.datasets.images import decode_rgb
 from diffusion.errors import ConfigurationError, DataError
@@ -264,7 +265,8 @@ def test_what_was_selected_with_other_settings_is_not_written(tmp_path):
     config.buckets.edges = [16]
     prepare_from_config(config, stages=STAGES[:3])
     before = tree(tmp_path)
-    for changes in ({"seed": 2}, {"where": "width > 36"}, {"shard_mb": 9.0}):
+    scorers = [ScorerConfig(path=f"{__name__}.Keyed", column="x")]
+    for changes in ({"seed": 2}, {"where": "width > 36"}, {"shard_mb": 9.0}, {"scorers": scorers}):
         with pytest.raises(DataError, match=next(iter(changes))):
             prepare_from_config(replace(config, **changes), stages=("write",))
     assert tree(tmp_path) == before
@@ -393,6 +395,26 @@ def test_scores_survive_an_overwrite(tmp_path):
     for edge in (16, 34):
         prepare([tmp_path / "set"], tmp_path / "out", edges=[edge], scorers=scorers, overwrite=True)
     assert sum(map(len, CALLS)) == 4
+
+
+def test_scorers_that_change_while_shards_are_written(tmp_path, monkeypatch):
+    write_folder(tmp_path / "set", 60)
+    scorers = [ScorerConfig(path=f"{__name__}.Keyed", column=column) for column in "ab"]
+    write, count = storage.write, itertools.count()
+
+    def stop(uri, *arguments):
+        if "positions/0" in uri and next(count) == 1:
+            raise KeyboardInterrupt
+        write(uri, *arguments)
+
+    for name, later in (("swapped", scorers[::-1]), ("fewer", scorers[:1])):
+        count = itertools.count()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(storage, "write", stop)
+            prepare([tmp_path / "set"], tmp_path / name, scorers=scorers, **FINE)
+        prepare([tmp_path / "set"], tmp_path / name, scorers=later, **FINE)
+        prepare([tmp_path / "set"], tmp_path / f"fresh {name}", scorers=later, **FINE)
+        assert shards(tree(tmp_path / name)) == shards(tree(tmp_path / f"fresh {name}"))
 
 
 class Keyed:
