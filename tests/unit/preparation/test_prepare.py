@@ -638,6 +638,25 @@ def test_output_in_a_source(tmp_path):
     assert tree(tmp_path) == before
 
 
+@pytest.mark.parametrize(
+    ("pattern", "is_apart"),
+    [("**/*.parquet", False), ("*/*/*.parquet", False), ("[os]*/**/0*.parquet", False), ("**", False),
+     ("*/*.parquet", True), ("**/part-*.parquet", True), ("set/**/*.parquet", True)],
+)  # fmt: skip
+def test_a_pattern_that_matches_the_output(tmp_path, pattern, is_apart):
+    table = pa.table({"image": [noise(20, 20)], "caption": ["a"]})
+    for name in ("set/part-0.parquet", "set/more/part-1.parquet", "set/more/0.parquet"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(table, tmp_path / name)
+    if is_apart:
+        first = prepare([tmp_path / pattern], tmp_path / "out", edges=[16])
+        assert prepare([tmp_path / pattern], tmp_path / "out", edges=[16]) == first
+    else:
+        with pytest.raises(ConfigurationError, match="out"):
+            prepare([tmp_path / pattern], tmp_path / "out", edges=[16])
+        assert not tree(tmp_path / "out")
+
+
 def test_command(run_command, hostile, tmp_path):
     out = tmp_path / "out"
     result = run_command(hostile, out, "--edges", 16, 32, "--validation-fraction", 0.3, "--workers", 2, "--shard-mb", 1)
