@@ -30,6 +30,9 @@ _MIN_PAUSE, _MAX_PAUSE = 0.5, 30.0
 _MAX_BYTES = 2**22
 """Longest answer."""
 
+_MAX_TOKENS = 2**32
+"""Most tokens of an answer that are counted: sums of them stay far below 2^63."""
+
 _REFUSED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 _BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _TRANSIENT = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus.TOO_EARLY)
@@ -267,9 +270,14 @@ class Chat:
         if answer.status_code != HTTPStatus.OK:
             raise self._error(answer.status_code, answer.headers, content)
         try:
-            return json.loads(content)
+            value = json.loads(content)
         except (ValueError, RecursionError) as error:
             raise _TemporaryError("the answer is not JSON") from error
+        if method == "POST" and isinstance(value, dict) and (within := value.get("error")):  # As gateways send.
+            code = str(within.get("code")) if isinstance(within, dict) else ""
+            is_status = re.fullmatch("[45][0-9]{2}", code)
+            raise self._error(int(code), answer.headers, content) if is_status else _TemporaryError(_message(content))
+        return value
 
     def _error(self, status: int, headers: Mapping[str, str], content: bytes) -> Exception:
         """Make the exception of an answer that is not OK."""
@@ -309,9 +317,11 @@ def _reply(answer: Any, failures: int) -> Reply:
         choice = answer["choices"][0]
         message, usage = choice["message"], answer.get("usage") or {}
         text, refusal = message.get("content") or "", message.get("refusal")
-        prompt_tokens, completion_tokens = (int(usage.get(f"{name}_tokens") or 0) for name in ("prompt", "completion"))
+        prompt_tokens, completion_tokens = (
+            min(max(int(usage.get(f"{name}_tokens") or 0), 0), _MAX_TOKENS) for name in ("prompt", "completion")
+        )
         reason = str(choice.get("finish_reason") or "stop")
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise _TemporaryError("the answer is no chat completion") from error
     if not isinstance(text, str):
         raise _TemporaryError("the answer is no text")

@@ -54,8 +54,8 @@ def main() -> None:
     checkpoint = resolve_checkpoint(options.checkpoint)
     config = from_dict(Config, yaml.safe_load(read_config(checkpoint)), str(checkpoint))
     folders = find_folders(config, options.data)
-    order = build_order(config, folders)
     num_steps, fingerprint = read_position(checkpoint)
+    order = build_order(config, folders, fingerprint)
     if changes := describe_changes(fingerprint, order.fingerprint()):
         raise DataError(f"this is not the data that the run has seen: {'; '.join(changes)}. Name that with --data")
     counts = times_seen(order, num_steps)

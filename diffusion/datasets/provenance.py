@@ -1,5 +1,7 @@
 """Exposure of a run: which samples it has seen and how often, computed from the order instead of being logged."""
 
+import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +13,11 @@ from tqdm import tqdm
 
 from diffusion.config.schema import Config
 from diffusion.datasets.bad_images import BadImage
-from diffusion.datasets.sample_order import GlobalOrder, order_settings, stream_shapes
+from diffusion.datasets.balanced import Integers
+from diffusion.datasets.sample_order import SHARDS_OF_STREAMS, GlobalOrder, hash_shards, order_settings, stream_shapes
 from diffusion.datasets.streams import StreamLocation, Substitutes, find_substitutes, locate_streams
 from diffusion.errors import DataError
-from diffusion.formats.shards import INDEX, SampleDecoder, read_shard, read_shards
+from diffusion.formats.shards import INDEX, SampleDecoder, Shard, read_shard, read_shards
 
 CHUNK = 2**18
 """Samples of the order that are computed at once."""
@@ -62,17 +65,39 @@ def find_folders(config: Config, prepared: Path | None) -> list[Path]:
     return folders
 
 
-def build_order(config: Config, folders: list[Path]) -> GlobalOrder:
-    """The order that a run draws its samples in.
+def build_order(config: Config, folders: list[Path], fingerprint: Mapping[str, Any]) -> GlobalOrder:
+    """The order that a run draws its samples in, of the data as it was then if it has grown since.
 
     The folders, one for each stream, are the streams themselves or the prepared data that they were encoded from: the
-    same samples in the same shards.
+    same samples in the same shards. The result has another fingerprint if the data is not that of the run.
 
     Raises:
         DataError: a folder has no index.
     """
-    sizes = [np.array([shard.num_samples for shard in read_shards(folder)], np.int64) for folder in folders]
+    shards = [read_shards(folder) for folder in folders]
+    sizes = [np.array([shard.num_samples for shard in listed], np.int64) for listed in shards]
+    wanted = fingerprint.get(SHARDS_OF_STREAMS)
+    then = (one for one in _sizes_over_time(folders, shards, sizes) if hash_shards(one) == wanted)
+    sizes = next(then, sizes)
     return GlobalOrder(stream_shapes(config.data.streams, sizes), order_settings(config.data, config.seed))
+
+
+def _sizes_over_time(
+    folders: Sequence[Path], shards: Sequence[Sequence[Shard]], sizes: Sequence[Integers]
+) -> Iterator[Sequence[Integers]]:
+    """Yield the sizes of the shards as they are, and as they were before a growth of one data set.
+
+    A growth begins with a write task, whose number is in the names of its shards (in encoded data, that of the shard).
+    """
+    yield sizes
+    named = [[re.match(r"shard\.(\d+)", shard.raw.name) for shard in listed] for listed in shards]
+    tasks = [np.array([int(match[1]) if match else 0 for match in matches]) for matches in named]
+    datasets = [folder.parent.parent for folder in folders]
+    for dataset in dict.fromkeys(datasets):
+        grown = [one == dataset for one in datasets]
+        for stop in np.unique(np.concatenate(list(itertools.compress(tasks, grown)))):
+            streams = zip(sizes, tasks, grown, strict=True)
+            yield [of_stream[task < stop] if has_grown else of_stream for of_stream, task, has_grown in streams]
 
 
 def times_seen(order: GlobalOrder, num_steps: int) -> list[NDArray[np.int32]]:
@@ -110,7 +135,9 @@ def apply_substitutes(
     locations = locate_streams(config.data.remote, config.data.local, config.data.streams)
     for location, folder, count in zip(locations, folders, counts, strict=True):
         beside_folder = StreamLocation(name=location.name, remote=None, local=str(folder))
-        marked = [index for one in (location, beside_folder) for index in find_substitutes(one, len(count)).absent]
+        total = sum(shard.num_samples for shard in read_shards(folder))  # More, if the data has grown since.
+        found = [index for one in (location, beside_folder) for index in find_substitutes(one, total).absent]
+        marked = [index for index in found if index < len(count)]
         undecodable = [image.index for image in bad if image.stream == location.name]
         substitutes = Substitutes(len(count), [*marked, *undecodable], location.name)
         for index in substitutes.absent:

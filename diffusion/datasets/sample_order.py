@@ -21,7 +21,7 @@ Shape letters: S streams, L lanes, P passes, K shards, T steps, B slots, N sampl
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,6 +40,9 @@ NUM_STREAM_BITS, NUM_OCCURRENCE_BITS, NUM_INDEX_BITS = 10, 13, 40
 
 ORDER_VERSION = 1
 """Part of the fingerprint: increase it with every change by which the same settings give another order."""
+
+SHARDS_OF_STREAMS = "shards of data.streams"
+"""Key of the fingerprint: changes when the data grows."""
 
 MIN_CHUNK = 2**13
 """Samples of a rank that are computed at once."""
@@ -494,10 +497,7 @@ class GlobalOrder:
     def fingerprint(self) -> dict[str, str | int | None]:
         """Everything that determines the order, by the names that an error gives it."""
         settings = self.settings
-        shards, draws = hashlib.sha256(), hashlib.sha256()
-        for stream in self.streams:
-            shards.update(np.asarray(stream.samples_per_shard, "<i8").tobytes() + b"|")
-            draws.update(f"{stream.draws}|".encode())
+        draws = "".join(f"{stream.draws}|" for stream in self.streams)
         return {
             "version of the order": ORDER_VERSION,
             "seed": settings.seed,
@@ -507,9 +507,17 @@ class GlobalOrder:
             "data.group_size": settings.group_size,
             "data.shuffle": settings.shuffling,
             "number of data.streams": len(self.streams),
-            "shards of data.streams": shards.hexdigest()[:16],
-            "proportion and repeat of data.streams": draws.hexdigest()[:16],
+            SHARDS_OF_STREAMS: hash_shards([stream.samples_per_shard for stream in self.streams]),
+            "proportion and repeat of data.streams": hashlib.sha256(draws.encode()).hexdigest()[:16],
         }
+
+
+def hash_shards(samples_per_shard: Iterable[Integers]) -> str:
+    """Hash the sizes of the shards of each stream, int64 [K] each, for the fingerprint."""
+    digest = hashlib.sha256()
+    for sizes in samples_per_shard:
+        digest.update(np.asarray(sizes, "<i8").tobytes() + b"|")
+    return digest.hexdigest()[:16]
 
 
 def describe_changes(there: Mapping[str, object], here: Mapping[str, object]) -> list[str]:

@@ -341,7 +341,7 @@ def _read_row(row: Any) -> tuple[str, Answer] | None:
         identity, answer = str(values.pop("id")), Answer(**{**values, "outcome": Outcome(values["outcome"])})
         pa.array([asdict(answer)], ANSWER_TYPE)
         pa.array([answer.texts], pa.list_(pa.string()))
-    except (LookupError, TypeError, ValueError):
+    except (LookupError, TypeError, ValueError, ArithmeticError):
         return None
     return identity, answer
 

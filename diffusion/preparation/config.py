@@ -156,6 +156,11 @@ class _ImagePlugin(Plugin):
     num_gpus: float = bounded(0.0, min=0.0)
     """GPUs of a worker, or the share of one: 0.25 puts four workers on each. With 0 it computes on the CPU."""
 
+    def problems(self, key: str) -> Iterator[str]:
+        """Describe secrets in the arguments."""
+        if redact(self.arguments) != self.arguments:
+            yield f"{key}.arguments holds a secret, but is stored with the data. Read it from an environment variable."
+
 
 @dataclass(kw_only=True)
 class ScorerConfig(_ImagePlugin):
@@ -225,7 +230,8 @@ class CaptionerConfig(_ImagePlugin):
     """Images of one call. It determines the captions as far as rounding goes."""
 
     def problems(self, key: str) -> Iterator[str]:
-        """Describe what is missing or given twice."""
+        """Describe what is missing or given twice, and secrets."""
+        yield from super().problems(key)
         if (self.chat is None) != (self.path != CHAT_CAPTIONER):
             yield f"{key}: give one of `path`, a captioner of this machine, and `chat`, a server."
         if self.chat is not None and not self.chat.words:

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,7 +55,12 @@ def check_plugins(config: PrepareConfig) -> None:
         _import(plugin, key)
 
 
-def _import(plugin: Config, key: str) -> Callable[[], Any]:
+def reads_images(plugin: Config, key: str) -> bool:
+    """Return whether a plug-in reads images; one that says otherwise only when it is loaded counts as one that does."""
+    return getattr(_import(plugin, key).func, "reads_images", True)
+
+
+def _import(plugin: Config, key: str) -> functools.partial[Any]:
     """Import a plug-in; return what loads it."""
     arguments = plugin.arguments
     if isinstance(plugin, CaptionerConfig) and plugin.chat is not None:

@@ -22,16 +22,28 @@ import xxhash
 
 from diffusion import storage
 from diffusion.config.loading import to_dict
+from diffusion.config.secrets import redact
 from diffusion.datasets.images import BYTES_PER_PIXEL, UndecodableImageError, decode_reduced
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.formats.data_set import LISTINGS, MANIFEST, METADATA, REREAD, SCAN, SELECTION
+from diffusion.formats.data_set import (
+    LISTINGS,
+    MANIFEST,
+    METADATA,
+    POSITIONS,
+    REREAD,
+    SCAN,
+    SCORES,
+    SELECTION,
+)
 from diffusion.preparation.config import LimitsConfig, PrepareConfig
 from diffusion.preparation.engine import Workers, death_error, limited_time, progress_bar, run
 from diffusion.preparation.layout import (
+    CAPTIONS,
     SCHEMA,
     local_copies,
     part_name,
     part_numbers,
+    positions_name,
     read_table,
     write_table,
 )
@@ -67,7 +79,7 @@ from diffusion.preparation.records import (
 )
 from diffusion.preparation.removed import Removed
 from diffusion.preparation.sources import Source, from_description, open_sources
-from diffusion.preparation.sources.reading import printable
+from diffusion.preparation.sources.reading import matches, printable
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +89,10 @@ Taken = Mapping[int, Mapping[str, str]]
 _VERSION = 2
 _ADDED = ("convert_to_srgb", "max_decoded_mb", "max_decoding_seconds", "max_captions_kb")
 """Settings that data sets of earlier versions lack."""
+
+_WRITTEN = (SCAN, f"{METADATA}/{part_name(0)}", f"{POSITIONS}/{positions_name(0)}",
+            f"{SCORES}/{CAPTIONS}/{part_name(0)}")  # fmt: skip
+"""Names of files of the output that the pattern of a source may match."""
 
 _FIELDS = tuple(one.name for one in fields(Partition) if one.name != "items")
 
@@ -198,16 +214,19 @@ def open_configured(config: PrepareConfig, *, as_scanned: bool = False) -> list[
 def _check_apart(sources: Sequence[Source], out: str) -> None:
     """Check that no output lies in a source, or the reverse."""
     for source in sources:
-        path = storage.join(source.root, source.pattern) if source.pattern else source.root
-        here, there = f"{_resolved(path)}/", f"{_resolved(out)}/"
-        if here.startswith(there) or there.startswith(here):
+        here, there = f"{_resolved(source.root)}/", f"{_resolved(out)}/"
+        is_read = there.startswith(here)
+        if is_read and source.pattern:
+            folder, pattern = there.removeprefix(here).split("/")[:-1], source.pattern.split("/")
+            is_read = any(matches([*folder, *name.split("/")], pattern) for name in _WRITTEN)
+        if is_read or here.startswith(there):
             raise ConfigurationError(
                 f"out: {storage.shown(out)} and the source {source.path} lie in one another; choose another folder"
             )
 
 
 def _resolved(uri: str) -> str:
-    return uri.rstrip("/") if storage.is_url(uri) else str(Path(uri).resolve())
+    return (uri if storage.is_url(uri) else str(Path(uri).resolve())).rstrip("/")
 
 
 def _check_same(out: str, scan: Scan, sources: Sequence[Source], settings: dict[str, Any]) -> None:
@@ -224,7 +243,7 @@ def _check_same(out: str, scan: Scan, sources: Sequence[Source], settings: dict[
 
 
 def changed_settings(there: Mapping[str, Any], given: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Describe the settings of a data set that differ from the given ones, as `seed: 17, not 5`."""
+    """Describe the settings of a data set that differ from the given ones, as `seed: 17, not 5`, without secrets."""
     found = []
     for name, value in given.items():
         old = there.get(name)
@@ -233,7 +252,8 @@ def changed_settings(there: Mapping[str, Any], given: Mapping[str, Any], prefix:
         if isinstance(old, dict) and isinstance(value, dict):
             found += changed_settings(old, {**dict.fromkeys(old), **value}, f"{prefix}{name}.")
         elif old != value:
-            found.append(f"{prefix}{name}: {old}, not {value}")
+            shown_old, shown = (redact({name: one})[name] for one in (old, value))
+            found.append(f"{prefix}{name}: {shown_old}, not {shown}")
     return found
 
 

@@ -2,8 +2,8 @@
 
 `scores/COLUMN/NUMBER.parquet` has the rows of `metadata/NUMBER.parquet` in the same order; rejected images have null.
 `scores/captions/NUMBER.parquet` has all captions of each image, and the indices of the generated ones. What is there is
-not computed again, unless path, arguments or batch size of the plug-in (or, for a scorer, of the captioner) change:
-`scores.json` says for each column what it is made with.
+not computed again, unless path, arguments or batch size of the plug-in (or, for a scorer, of the captioner) change, or
+the conversion of the images that it sees: `scores.json` says for each column what it is made with.
 
 Images are read where they lie, and only if the plug-in looks at them. A worker keeps one batch of them in memory.
 """
@@ -57,6 +57,7 @@ from diffusion.preparation.plugins import (
     load_plugin,
     merge_captions,
     named_plugins,
+    reads_images,
 )
 from diffusion.preparation.records import WITHOUT_CAPTION, Location, Partition
 from diffusion.preparation.scan import Scan, changed_settings
@@ -124,6 +125,8 @@ def score(config: PrepareConfig, scan: Scan, *, workers: Workers, progress: bool
         values = determining(to_dict(plugin))
         names = ("path", "arguments", "batch_size", "mode", "chat")
         identity = {**{name: values[name] for name in names if name in values}, "captions": captions}
+        if reads_images(plugin, key):
+            identity["convert_to_srgb"] = config.convert_to_srgb
         step = _Step(out=config.out, key=key, plugin=plugin, identity=identity, convert_to_srgb=config.convert_to_srgb)
         _run_missing(step, scan, workers, progress)
         if isinstance(plugin, CaptionerConfig):
@@ -188,12 +191,21 @@ def _describe(task: tuple[Source, Partition]) -> str:
 def _finished_parts(step: _Step) -> set[int]:
     """Numbers of the parts that are there; those of another identity are deleted."""
     record = read_scores_record(step.out)
-    there = record.get(step.column)
+    there = _completed(record.get(step.column), step.identity)
     if there != step.identity:
         _protect_answers(step.out, there, step.identity)
         clear_folders(step.out, f"{SCORES}/{step.column}", *([ANSWERS] if step.column == CAPTIONS else []))
+    if record.get(step.column) != step.identity:
         storage.write_json(storage.join(step.out, SCORES_RECORD), {**record, step.column: step.identity})
     return part_numbers(step.folder)
+
+
+def _completed(there: dict[str, Any] | None, given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Add the conversion of images to an identity that an earlier version has stored without it, as it is now."""
+    if there is None or given is None:
+        return there
+    added = {name: value for name, value in given.items() if name == "convert_to_srgb"}
+    return {**added, **there, "captions": _completed(there.get("captions"), given["captions"])}
 
 
 def _remove_captions(out: str) -> None:
@@ -207,7 +219,7 @@ def _remove_captions(out: str) -> None:
 
 def _protect_answers(out: str, there: dict[str, Any] | None, given: dict[str, Any]) -> None:
     if there and there.get("chat"):
-        changes = changed_settings(there["chat"], given.get("chat") or {}) or ["another captioner, mode or none"]
+        changes = changed_settings(there, given) or ["no captioner"]
         protect_answers(out, f"by other settings ({'; '.join(changes)})")
 
 

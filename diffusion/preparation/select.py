@@ -46,6 +46,7 @@ from diffusion.preparation.metadata import (
     read_files,
 )
 from diffusion.preparation.packing import Packs
+from diffusion.preparation.plugins import determining
 from diffusion.preparation.records import NothingKeptError, Reason
 from diffusion.preparation.removed import Removed
 from diffusion.storage import MissingFileError
@@ -250,7 +251,10 @@ def _identity(out: str, config: PrepareConfig, scan: "Scan", earlier: Sequence[S
     for column in listed.keys() - digests.keys():  # Of another tool.
         digests[column] = _digest(storage.join(out, SCORES, name) for name in listed[column])
     scores = {column: (len(files), digests[column]) for column, files in listed.items()}
-    made_of: list[Any] = [_settings(config), [one.identity for one in earlier], scan.settings, numbers, files, scores]
+    settings = _settings(config)
+    if not settings["scorers"]:  # As in selections of earlier versions.
+        del settings["scorers"]
+    made_of: list[Any] = [settings, [one.identity for one in earlier], scan.settings, numbers, files, scores]
     if removed := Removed.read(out):  # Selections of earlier versions, without any, keep their identity.
         made_of.append(sorted(removed))
     return _hash_json(made_of)
@@ -270,7 +274,8 @@ def _digest(uris: Iterable[str]) -> str:
 
 def _settings(config: PrepareConfig) -> dict[str, Any]:
     values = to_dict(config)
-    return {name: values[name] for name in SETTINGS}
+    scorers = [determining(scorer) for scorer in values["scorers"]]  # Their columns go into the samples, in this order.
+    return {**{name: values[name] for name in SETTINGS}, "scorers": scorers}
 
 
 # Selection of a generation

@@ -12,12 +12,15 @@ import numpy as np
 
 from diffusion.config.loading import load_config
 from diffusion.datasets.bad_images import BadImage
-from diffusion.datasets.provenance import Exposure, apply_substitutes, times_seen
+from diffusion.datasets.provenance import Exposure, apply_substitutes, build_order, exposures, times_seen
 from diffusion.datasets.sample_order import GlobalOrder, OrderSettings, StreamShape
 from diffusion.formats.data_set import PreparedManifest, RejectedEntry, SourceEntry
+from diffusion.formats.shards import read_shards
 from diffusion.operations.training_content import Content, size_range, write_summary
 from tests.integration.test_bad_images_in_runs import runs
 from tests.integration.test_failures import SMALL
+from tests.tools.image_files import write_folder
+from tests.tools.preparing import prepare
 from tests.tools.written_data import write_encoded, write_prepared
 
 
@@ -32,6 +35,28 @@ def test_substitutes_are_counted_instead_of_what_could_not_be_encoded_or_decoded
     bad = [BadImage(stream=stream, index=7, key="", epoch=0, error="") for stream in ("a", "other")]
     apply_substitutes(config, [prepared / "a"], counts, bad)
     assert counts[0].tolist() == [9, 0, 0, 9, 5, 6, 7, 0]
+
+
+def test_the_order_of_a_run_on_data_that_has_grown_since(tmp_path: Path) -> None:
+    options = {"edges": [16, 34], "shard_bytes": 8000, "window_bytes": 9000, "partition_size": 3}
+    root, overrides = tmp_path / "data", ["data.streams=[{name: 16-34}, {name: 34-up}]", "data.global_batch_size=4"]
+    config = load_config("yamls/tiny/phase1.yaml", [*SMALL, *overrides, f"data.local={root}/train"])
+    orders, folders = [], [root / "train" / name for name in ("16-34", "34-up")]
+    for start in (0, 30, 50):
+        write_folder(tmp_path / "set", 20, start=start)
+        prepare([tmp_path / "set"], root, **options)
+        orders.append(build_order(config, folders, {}))
+    assert len({order.fingerprint()["shards of data.streams"] for order in orders}) == 3
+    assert build_order(config, folders, {}).fingerprint() == orders[2].fingerprint()
+    last = sum(shard.num_samples for shard in read_shards(folders[0])) - 1
+    (root / "withdrawn.json").write_text(json.dumps({"train/16-34": [0, last]}))
+    for number, order in enumerate(orders):
+        found = build_order(config, folders, order.fingerprint())
+        assert found.fingerprint() == order.fingerprint()
+        counts = [np.ones(stream.num_samples, np.int32) for stream in found.streams]
+        apply_substitutes(config, folders, counts)
+        assert sum(count.sum() for count in counts) == (20, 40, 60)[number]
+        assert len(list(exposures(config, folders, counts))) == (19, 39, 58)[number]
 
 
 def test_a_few_steps_of_a_large_stream_take_no_memory_but_the_counts() -> None:

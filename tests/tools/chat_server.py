@@ -85,6 +85,9 @@ class _Handler(BaseHTTPRequestHandler):
                 int(behaviour), "some message", **({"Retry_After": "0.2"} if behaviour in ("429", "503") else {})
             )
             return
+        if behaviour.startswith("{"):
+            self.send(200, behaviour.encode())
+            return
         if behaviour == "reset":
             self.close_connection = True
             return

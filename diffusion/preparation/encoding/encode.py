@@ -140,12 +140,12 @@ def _plan(
     claims: ExitStack,
 ) -> _Plan:
     """Claim the folders, and look at what is there."""
+    settings = replace(settings, convert_to_srgb=PreparedManifest.read(prepared).convert_to_srgb)
     outputs = plan_outputs(prepared, out, resolutions, models, settings)
     for output in outputs:
         claims.enter_context(claim(output.uri))
         output.open(prepared)
-    removed = frozenset().union(*(output.removed for output in outputs))
-    settings = replace(settings, removed=removed, convert_to_srgb=PreparedManifest.read(prepared).convert_to_srgb)
+    settings = replace(settings, removed=frozenset().union(*(output.removed for output in outputs)))
     return _Plan(uuid.uuid4().hex, outputs, _missing_shards(prepared, outputs), settings)
 
 

@@ -117,6 +117,7 @@ def plan_outputs(
             mean_only=settings.mean_only,
             precision=settings.precision,
             batch_size=settings.batch_size,
+            convert_to_srgb=settings.convert_to_srgb,
             empty_ids=[int(i) for i in models.empty_ids],
             scores=list(settings.scores),
             source=source,

@@ -143,6 +143,38 @@ def test_a_server_that_answers_no_image_ends_the_command(behaviour, kind, messag
             ask(asks, 40)
 
 
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        ('{"message": "no credits", "code": 402}', ConfigurationError, "rejects every image: 402 no credits"),
+        ('{"message": "bad key", "code": "401"}', ConfigurationError, "refuses requests without a key .*: 401 bad key"),
+        ('{"message": "no credits"}', UnavailableError, "no credits"),
+        ('"no credits"', UnavailableError, "no credits"),
+    ],
+)
+def test_an_error_within_an_answer_is_named(error, kind, message):
+    with chat_server(lambda image, number: f'{{"error": {error}, "choices": []}}') as server:
+        asks = captioner(server.url, {"patience_seconds": 0.8})
+        with pytest.raises(kind, match=message):
+            ask(asks, 2)
+
+
+def test_odd_numbers_of_tokens(tmp_path):
+    texts = {f"caption_{i}": f"A dog {'of words ' * i}." for i in (1, 2, 3)}
+    choices = json.dumps([{"message": {"content": json.dumps(texts)}}])
+
+    def behave(image: str, number: int) -> str:
+        tokens = f'{{"prompt_tokens": {2**70 if number else "1e999"}, "completion_tokens": -5}}'
+        return f'{{"choices": {choices}, "usage": {tokens}}}'
+
+    data = write_scan(tmp_path)
+    with chat_server(behave) as server:
+        run(data, server.url)
+    found = [row["answers"] for row in answers(data.out, 0) if row["answers"]]
+    assert [(one["outcome"], one["failures"], one["completion_tokens"]) for one in found] == [("captioned", 1, 0)] * 6
+    assert all(2**30 < one["prompt_tokens"] < 2**40 for one in found)
+
+
 def test_useless_answers_at_the_start_count_only_before_any_captions():
     with chat_server(lambda image, number: "refuse") as server:
         images = [(i, Image.new("RGB", (50, 50), (i * 6, 0, 0)), []) for i in range(40)]
@@ -194,7 +226,8 @@ def test_journal_rows_of_another_form_are_no_answers(tmp_path):
     journal.add("a", Answer(texts=["x"], outcome=Outcome.captioned, **numbers))
     with (tmp_path / "answers/000000.jsonl").open("a") as file:
         for row in ([1], "b", 5, {"id": "b"}, {"id": "b", "outcome": "captioned", "texts": 5, **numbers},
-                    {"id": "b", "outcome": "captioned", "texts": [], **numbers, "requests": "many"}):  # fmt: skip
+                    {"id": "b", "outcome": "captioned", "texts": [], **numbers, "requests": "many"},
+                    {"id": "b", "outcome": "captioned", "texts": [], **numbers, "requests": 2**70}):  # fmt: skip
             file.write(json.dumps(row) + "\n")
     assert {*journal.read()} == {"a"}
 

@@ -19,6 +19,7 @@ from diffusion.datasets.encoded import EncodedManifest, check_encoded, read_enco
 from diffusion.datasets.loader import train_loader
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.files import write_json
+from diffusion.formats.data_set import PreparedManifest
 from diffusion.formats.shards import (
     encode_sample,
     encode_shard,
@@ -224,6 +225,25 @@ def test_what_prepared_data_grew_by_is_added(tmp_path: Path) -> None:
     grow(prepared, 40, 20)
     with pytest.raises(DataError, match="train/32-64"):
         run(prepared, out)
+
+
+def test_images_of_another_conversion_are_another_encoding(tmp_path: Path) -> None:
+    prepared, out = tmp_path / "prepared", tmp_path / "out"
+    grow(prepared, 0, 6)
+    run(prepared, out)
+    grow(prepared, 6, 3)
+    manifest = PreparedManifest.read(prepared)
+    manifest.settings["convert_to_srgb"] = True
+    manifest.write(prepared)
+    before = digests(out)
+    with pytest.raises(DataError, match="convert_to_srgb"):
+        run(prepared, out)
+    assert digests(out) == before
+    content = json.loads((out / "manifest.json").read_text())
+    assert content.pop("convert_to_srgb") is False
+    write_json(out / "manifest.json", content)
+    assert run(prepared, out).convert_to_srgb, "an earlier version is taken to have done the same"
+    assert json.loads((out / "manifest.json").read_text())["convert_to_srgb"] is True
 
 
 def test_removed_samples_keep_their_position_and_are_marked(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 from streaming import MDSWriter
 
+from diffusion import storage
 from diffusion.config.loading import from_dict
 from diffusion.datasets.images import decode_rgb
 from diffusion.errors import ConfigurationError, DataError
@@ -25,6 +26,7 @@ from diffusion.preparation import output, scan
 from diffusion.preparation.config import (
     STAGES,
     BucketsConfig,
+    CaptionerConfig,
     DuplicatesConfig,
     FiltersConfig,
     PrepareConfig,
@@ -263,7 +265,8 @@ def test_what_was_selected_with_other_settings_is_not_written(tmp_path):
     config.buckets.edges = [16]
     prepare_from_config(config, stages=STAGES[:3])
     before = tree(tmp_path)
-    for changes in ({"seed": 2}, {"where": "width > 36"}, {"shard_mb": 9.0}):
+    scorers = [ScorerConfig(path=f"{__name__}.Keyed", column="x")]
+    for changes in ({"seed": 2}, {"where": "width > 36"}, {"shard_mb": 9.0}, {"scorers": scorers}):
         with pytest.raises(DataError, match=next(iter(changes))):
             prepare_from_config(replace(config, **changes), stages=("write",))
     assert tree(tmp_path) == before
@@ -392,6 +395,54 @@ def test_scores_survive_an_overwrite(tmp_path):
     for edge in (16, 34):
         prepare([tmp_path / "set"], tmp_path / "out", edges=[edge], scorers=scorers, overwrite=True)
     assert sum(map(len, CALLS)) == 4
+
+
+def test_scorers_that_change_while_shards_are_written(tmp_path, monkeypatch):
+    write_folder(tmp_path / "set", 60)
+    scorers = [ScorerConfig(path=f"{__name__}.Keyed", column=column) for column in "ab"]
+    write, count = storage.write, itertools.count()
+
+    def stop(uri, *arguments):
+        if "positions/0" in uri and next(count) == 1:
+            raise KeyboardInterrupt
+        write(uri, *arguments)
+
+    for name, later in (("swapped", scorers[::-1]), ("fewer", scorers[:1])):
+        count = itertools.count()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(storage, "write", stop)
+            prepare([tmp_path / "set"], tmp_path / name, scorers=scorers, **FINE)
+        prepare([tmp_path / "set"], tmp_path / name, scorers=later, **FINE)
+        prepare([tmp_path / "set"], tmp_path / f"fresh {name}", scorers=later, **FINE)
+        assert shards(tree(tmp_path / name)) == shards(tree(tmp_path / f"fresh {name}"))
+
+
+class Keyed:
+    def __init__(self, api_key: str = "") -> None: ...
+
+    def __call__(self, images, captions):
+        return [1.0] * len(images)
+
+
+def test_a_secret_of_a_plugin_is_neither_stored_nor_shown(tmp_path):
+    write_folder(tmp_path / "set", 4)
+    path, secret = f"{__name__}.Keyed", {"api_key": "hidden-0123"}
+    for plugins in (
+        {"scorers": [ScorerConfig(path=path, column="x", arguments=secret)]},
+        {"captioner": CaptionerConfig(path=path, arguments={"nested": [secret]})},
+    ):
+        with pytest.raises(ConfigurationError, match="secret") as raised:
+            prepare([tmp_path / "set"], tmp_path / "out", edges=[16], **plugins)
+        assert "hidden" not in str(raised.value)
+    assert not tree(tmp_path / "out")
+    plain = {"edges": [16], "scorers": [ScorerConfig(path=path, column="x")]}
+    prepare([tmp_path / "set"], tmp_path / "out", **plain)
+    manifest = PreparedManifest.read(tmp_path / "out")
+    manifest.settings["scorers"][0]["arguments"] = secret  # By an earlier version.
+    manifest.write(tmp_path / "out")
+    with pytest.raises(DataError, match="arguments") as raised:
+        prepare([tmp_path / "set"], tmp_path / "out", **plain)
+    assert "hidden" not in str(raised.value)
 
 
 def test_the_report_of_a_run_that_was_stopped_before_it(tmp_path):
@@ -585,6 +636,25 @@ def test_output_in_a_source(tmp_path):
         with pytest.raises((DataError, ConfigurationError), match="out"):
             prepare([tmp_path / source], tmp_path / out)
     assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_apart"),
+    [("**/*.parquet", False), ("*/*/*.parquet", False), ("[os]*/**/0*.parquet", False), ("**", False),
+     ("*/*.parquet", True), ("**/part-*.parquet", True), ("set/**/*.parquet", True)],
+)  # fmt: skip
+def test_a_pattern_that_matches_the_output(tmp_path, pattern, is_apart):
+    table = pa.table({"image": [noise(20, 20)], "caption": ["a"]})
+    for name in ("set/part-0.parquet", "set/more/part-1.parquet", "set/more/0.parquet"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(table, tmp_path / name)
+    if is_apart:
+        first = prepare([tmp_path / pattern], tmp_path / "out", edges=[16])
+        assert prepare([tmp_path / pattern], tmp_path / "out", edges=[16]) == first
+    else:
+        with pytest.raises(ConfigurationError, match="out"):
+            prepare([tmp_path / pattern], tmp_path / "out", edges=[16])
+        assert not tree(tmp_path / "out")
 
 
 def test_command(run_command, hostile, tmp_path):

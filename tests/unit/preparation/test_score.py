@@ -115,6 +115,29 @@ def test_the_order_of_workers_does_not_matter_and_a_killed_run_goes_on(data, mon
     assert (data.out / "scores/redness" / part_name(1)).read_bytes() == first
 
 
+def test_scores_and_captions_of_images_of_another_conversion_are_made_again(data):
+    captioner, scorers = {"path": f"{HERE}.Captioner"}, [scorer("Redness", "redness"), scorer("NumCaptions", "n")]
+    run(data, scorers=scorers[1:])
+    run(data, captioner=captioner, scorers=scorers)
+    path = data.out / "scores.json"
+    record = json.loads(path.read_text())
+    added = "convert_to_srgb"
+    earlier = json.loads(path.read_text(), object_hook=lambda one: {name: one[name] for name in one if name != added})
+    assert earlier != record
+    path.write_text(json.dumps(earlier))
+    CALLS.clear()
+    run(data, captioner=captioner, scorers=scorers)
+    assert (CALLS, json.loads(path.read_text())) == ([], record), "an earlier version is taken to have done the same"
+    for part in (data.out / "scores").glob(f"*/{part_name(1)}"):
+        part.unlink()  # As after a kill.
+    run(data, captioner=captioner, scorers=scorers, convert_to_srgb=False)
+    assert [len(batch) for batch in CALLS] == [6, 3] * 3
+    run(data, scorers=scorers, convert_to_srgb=False)
+    CALLS.clear()
+    run(data, scorers=scorers)
+    assert [len(batch) for batch in CALLS] == [5, 3], "without those of captions"
+
+
 def test_a_part_without_values_is_not_computed_again_after_a_kill(data, monkeypatch):
     texts = scorer("FirstWords", "x", arguments={"values": {"red 0": "r"}})
 
