@@ -258,7 +258,7 @@ class _Prepared:
         has_report = storage.exists(storage.join(uri, REPORT_PAGE))
         storage.delete(storage.join(uri, name) for name in (REPORT_PAGE, REPORT_NUMBERS))
         count = sum(_erase_task(uri, task, rows) for task in self._tasks_of(rows))
-        write_indexes(uri, self._num_tasks)
+        write_indexes(uri, self._num_tasks, kept=self._manifest.kept)
         rejected = rejected_entries(read_selections(uri, len(self._selections)))  # Without the erased examples.
         replace(self._manifest, rejected=rejected, splits=read_splits(uri, self._manifest.folders)).write(uri)
         _reject_rows(uri, rows, erase=True)  # At the end: a run that continues finds the keys there.

@@ -1,7 +1,9 @@
 """The whole command in one process: sources in, shards and a manifest out."""
 
+import errno
 import io
 import itertools
+import os
 import runpy
 import shutil
 import struct
@@ -10,6 +12,7 @@ import zlib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,9 +20,10 @@ import pytest
 from PIL import Image
 from streaming import MDSWriter
 
+from diffusion import storage
 from diffusion.config.loading import from_dict
 from diffusion.datasets.images import decode_rgb
-from diffusion.errors import ConfigurationError, DataError
+from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.formats.data_set import PreparedManifest
 from diffusion.preparation import output, scan
 from diffusion.preparation.config import (
@@ -34,6 +38,7 @@ from diffusion.preparation.engine import run
 from diffusion.preparation.prepare import _settings, explain_selection
 from diffusion.preparation.prepare import prepare as prepare_from_config
 from diffusion.preparation.records import NothingKeptError
+from diffusion.preparation.takedown import take_down
 from diffusion.preparation.write import COLUMNS
 from tests.tools.image_files import encode, noise, sample, tree, write_folder, write_tar
 from tests.tools.preparing import prepare, read_samples
@@ -428,6 +433,44 @@ def test_a_clearing_that_was_stopped(tmp_path, monkeypatch):
         patch.setattr(output, "clear_folders", stop)
         prepare([tmp_path / "b"], out, edges=[16], overwrite=True)
     assert [one.name for one in prepare([tmp_path / "b"], out, edges=[16], overwrite=True).sources] == ["b"]
+
+
+def test_a_folder_whose_listing_fails(tmp_path, monkeypatch):
+    """Each second time while the data is prepared, and for good in a takedown."""
+    write_folder(tmp_path / "set", 6)
+    source, out, undisturbed = tmp_path / "set", tmp_path / "out", tmp_path / "undisturbed"
+    prepare([source], undisturbed, edges=[16])
+    scandir, calls = os.scandir, Counter()
+
+    def failing(path="."):
+        calls[path] += 1
+        if str(path) == f"{out}/positions" and calls[path] % 2:
+            raise OSError(errno.ESTALE, "stale file handle")
+        if str(path) == f"{out}/metadata" and (out / "manifest.json").exists():
+            raise PermissionError(errno.EACCES, "denied")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", failing)
+    monkeypatch.setattr(storage, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr("random.random", lambda: 0.0)
+    prepare([source], out, edges=[16])
+    assert tree(out) == tree(undisturbed)
+    with pytest.raises(MachineError, match="metadata"):
+        take_down(str(out), {"set/0001.png"})
+
+
+def test_shards_that_no_position_names_are_not_left_out(tmp_path, monkeypatch):
+    write_folder(tmp_path / "set", 6)
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(PreparedManifest, "write", Mock(side_effect=KeyboardInterrupt))
+        prepare([tmp_path / "set"], out, edges=[16])
+    before = tree(out)
+    with monkeypatch.context() as patch, pytest.raises(DataError, match="0 samples instead of 6"):
+        patch.setattr("diffusion.preparation.write.part_numbers", Mock(side_effect=[set(range(1)), set(), set()]))
+        prepare([tmp_path / "set"], out, edges=[16])
+    assert shards(tree(out)) == shards(before)
+    assert prepare([tmp_path / "set"], out, edges=[16]).kept == 6
 
 
 def test_no_position_outlives_its_shard(tmp_path, monkeypatch):
