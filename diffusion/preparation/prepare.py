@@ -20,6 +20,7 @@ from diffusion.formats.data_set import (
     SCAN,
     SCORES,
     PreparedManifest,
+    read_kind,
 )
 from diffusion.preparation.config import STAGES, PrepareConfig
 from diffusion.preparation.engine import Workers
@@ -97,11 +98,13 @@ def prepare(
             "or replace it with --overwrite"
         )
     workers = Workers(engine=config.engine, number=config.workers or num_cores(), ray=config.ray)
-    if removed is not None and finished is not None:
-        take_down(out, read_keys(removed))
+    keys = set[str]() if removed is None else read_keys(removed)
+    is_finished = read_kind(out) == PreparedManifest.KIND
+    if keys and is_finished:  # It may stay, even with `overwrite`.
+        take_down(out, keys)
     with claim(out, PreparedManifest.KIND):
-        if removed is not None and finished is None:
-            reject_scanned(out, read_keys(removed))
+        if keys and not is_finished:
+            reject_scanned(out, keys)
         is_chat = config.captioner is not None and config.captioner.chat is not None
         if is_chat and "score" in stages and _lacks_captions(out):
             assert config.captioner is not None
@@ -119,6 +122,8 @@ def prepare(
                 if is_replaced and explain(out, config, scan)[-1].remaining == 0:
                     raise NothingKeptError(f"no image passes the conditions; {storage.shown(out)} stays as it is")
                 scan = _begin_anew(out, scan)
+                if keys and is_replaced:
+                    reject_scanned(out, keys)
             num_finished = len(finished.generations) if finished else 0
             select(out, config, scan, finished=num_finished, progress=progress)
         if "write" not in stages:

@@ -116,7 +116,7 @@ _Rows = dict[tuple[int, int], dict[str, Any]]
 
 
 def reject_scanned(dataset: str, keys: Collection[str]) -> None:
-    """Reject images of an unfinished data set, or of one that is replaced, and erase what is known of them.
+    """Reject images of an unfinished data set, and erase what is known of them.
 
     If there are some, what was selected and written is removed.
     """

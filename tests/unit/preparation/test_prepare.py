@@ -373,6 +373,24 @@ def test_a_mistake_in_a_condition_removes_nothing(tmp_path):
     assert tree(tmp_path / "out") == before
 
 
+def test_a_mistake_beside_removed_keys_removes_nothing_else(tmp_path):
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 4)
+    (tmp_path / "removed.txt").write_text("set/0001.png\n")
+    prepare([source], out, edges=[16])
+    before = shards(tree(out)) | {"manifest.json": (out / "manifest.json").read_bytes()}
+    options = {"removed": tmp_path / "removed.txt", "overwrite": True}
+    with pytest.raises(DataError, match="no such file"):
+        prepare([tmp_path / "nowhere"], out, edges=[16], **options)
+    with pytest.raises(NothingKeptError):
+        prepare([source], out, edges=[16], where="sharpness > 1e9", **options)
+    prepare_from_config(PrepareConfig(sources=[str(source)], out=str(out), workers=1), stages=STAGES[:1], **options)
+    assert {name: content for name, content in tree(out).items() if name in before} == before
+    assert (out / "withdrawn.json").exists()
+    assert prepare([source], out, edges=[16], **options).kept == 3
+    assert not (out / "withdrawn.json").exists()
+
+
 @pytest.mark.parametrize("stage", ["scan", "score", "write"])
 def test_a_stage_without_a_selection_replaces_nothing(tmp_path, stage):
     write_folder(tmp_path / "set", 4)
