@@ -44,7 +44,6 @@ from diffusion.formats.data_set import (
     SCAN,
     SCORES,
     SELECTION,
-    SPLITS,
     WORK,
     PreparedManifest,
     add_marks,
@@ -54,7 +53,6 @@ from diffusion.formats.data_set import (
     read_splits,
 )
 from diffusion.formats.shards import (
-    INDEX,
     SampleDecoder,
     Shard,
     encode_sample,
@@ -338,8 +336,8 @@ def _reject_rows(dataset: str, rows: _Rows, *, erase: bool) -> None:
         parts.setdefault(part, []).append(row)
     if rows:
         clear_folders(dataset, PACKED)
-    scores = storage.list_files(storage.join(dataset, SCORES)) if erase else {}
-    columns = {name.rpartition("/")[0] for name in scores}
+    # A column may be a link to its folder.
+    columns = {name.partition("/")[0] for name in storage.list_files(storage.join(dataset, SCORES))} if erase else ()
     entries = storage.read_json(storage.join(dataset, SCAN))["partitions"] if rows else ()
     files = {entry["number"]: entry["file"] for entry in entries}
 
@@ -349,8 +347,8 @@ def _reject_rows(dataset: str, rows: _Rows, *, erase: bool) -> None:
             _change_rows(uri, parts[part], lambda row: {**row, "reason": Reason.REMOVED.value})
             return
         for column in columns:
-            if f"{column}/{part_name(part)}" in scores:
-                _change_rows(storage.join(dataset, SCORES, column, part_name(part)), parts[part], dict.fromkeys)
+            if storage.exists(scores := storage.join(dataset, SCORES, column, part_name(part))):
+                _change_rows(scores, parts[part], dict.fromkeys)
         _change_rows(uri, parts[part], lambda row: removed_row(row, files[part]))
 
     for _ in storage.concurrent_map(reject, parts):
@@ -437,8 +435,8 @@ class _Encoded:
     def __init__(self, uri: str) -> None:
         self._uri = uri
         clear_folders(uri, WORK)  # Unfinished growth: its shards predate the takedown.
-        indexes = sorted(name for name in storage.list_files(uri) if name.endswith(f"/{INDEX}"))
-        folders = [name.removesuffix(f"/{INDEX}") for name in indexes if name.split("/")[0] in SPLITS]
+        counts = storage.read_json(storage.join(uri, MANIFEST))["counts"]
+        folders = [f"{split}/{bucket}" for split, buckets in counts.items() for bucket in buckets]
         self._shards = {folder: read_shards(storage.join(uri, folder)) for folder in folders}
 
     def find(self, keys: Collection[str]) -> list[_Sample]:
