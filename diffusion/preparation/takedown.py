@@ -157,6 +157,8 @@ def take_down(
         for uri, kind in kinds.items():  # All, before anything is written.
             claims.enter_context(claim(uri, kind))
         for uri, kind in kinds.items():
+            if kind == ENCODED and (erase or not hashes <= Removed.read(uri)):
+                clear_folders(uri, WORK)  # Shards of an unfinished growth predate the takedown.
             hashes = add_removed(uri, hashes)  # Each data set rejects what the ones before it reject.
             if kind == PreparedManifest.KIND:
                 data, rows = _Prepared(uri), _find_keys(uri, requested, marked=erase)
@@ -222,6 +224,7 @@ class _Prepared:
 
     def reject(self, rows: _Rows) -> None:
         """Reject rows of the metadata; a growth that has selected images, copies of them maybe, is begun again."""
+        rows = {number: row for number, row in rows.items() if row["reason"] != Reason.REMOVED.value}
         partitions = storage.read_json(storage.join(self._uri, SCAN))["partitions"]
         last, num_finished = max(one["generation"] for one in partitions), len(self._selections)
         if rows and last >= num_finished:
@@ -434,7 +437,6 @@ class _Encoded:
 
     def __init__(self, uri: str) -> None:
         self._uri = uri
-        clear_folders(uri, WORK)  # Unfinished growth: its shards predate the takedown.
         counts = storage.read_json(storage.join(uri, MANIFEST))["counts"]
         folders = [f"{split}/{bucket}" for split, buckets in counts.items() for bucket in buckets]
         self._shards = {folder: read_shards(storage.join(uri, folder)) for folder in folders}

@@ -233,6 +233,25 @@ def test_data_with_two_unfinished_growths(data):
     assert [Path(data.out, "selection", f"{number}.json").exists() for number in range(3)] == [True, False, False]
 
 
+def test_an_unfinished_growth_stays_where_nothing_is_removed_anew(data, tmp_path, monkeypatch):
+    """In prepared and in encoded data."""
+    latents = tmp_path / "latents"
+    write_encoded(latents, {"32-up": 9})
+    write_json(latents / "manifest.json", {"kind": "encoded", "counts": {"train": {"32-up": 9}}})
+    removed = {data.key(3), data.key(DUPLICATE), "set/nothing.png"}
+    take_down(data.out, removed, derived=[str(latents)])
+    grown = select_images(data.out, data.source, (6,), before=data, scored=True)
+    with monkeypatch.context() as patch, pytest.raises(StopError):
+        patch.setattr(PreparedManifest, "write", stop)
+        grown.write(captioner={}, scorers=[{"column": "score"}], shard_mb=0.01)
+    storage.write_json(f"{latents}/work.partial/shards/train.32-up.000001.json", {})
+    before = tree(tmp_path)
+    take_down(data.out, removed, derived=[str(latents)])
+    assert tree(tmp_path) == before
+    take_down(data.out, {data.key(4)}, derived=[str(latents)])
+    assert not {"out/selection/1.json", "latents/work.partial/shards/train.32-up.000001.json"} & tree(tmp_path).keys()
+
+
 def test_a_removed_image_that_is_selected_is_not_written(data):
     select_images(data.out, data.source, (6,), before=data, scored=True)
     path = Path(data.out, "metadata", "000005.parquet")
