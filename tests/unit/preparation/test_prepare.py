@@ -438,6 +438,16 @@ def test_a_relative_folder_is_one_place_for_all_workers(tmp_path, monkeypatch):
     assert seen == [str(tmp_path / "out")]
 
 
+def test_paths_below_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b", "scratch/x"):
+        write_folder(tmp_path / name, 2)
+    prepare(["~/a", {"path": "~/b"}], "~/out", edges=[16], scratch="~/scratch")
+    assert PreparedManifest.read(tmp_path / "out").kept == 4
+    assert not (tmp_path / "~").exists()
+
+
 def test_a_clearing_that_was_stopped(tmp_path, monkeypatch):
     for name in ("a", "b"):
         write_folder(tmp_path / name, 4)
