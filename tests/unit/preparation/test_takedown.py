@@ -297,6 +297,8 @@ def test_folders_that_are_links(tmp_path, folder):
     shards = [*tmp_path.glob("disk[01]/**/*.mds")]
     assert [path.name for path in shards if b"16-up/2" in path.read_bytes() or b"set/0001" in path.read_bytes()] == []
     assert pq.read_table(tmp_path / "disk2")["redness"].null_count == 1
+    (out / "scores" / "redness").unlink()
+    (tmp_path / "disk2").rename(out / "scores" / "redness")
     write_folder(source, 2, start=10)
     assert prepare([source], out, edges=[16], scorers=scorers).kept == 6
     assert sum(map(len, read_samples(out).values())) == 6
