@@ -756,7 +756,8 @@ class _FsspecStore:
     def page(self, folder: str, token: str) -> tuple[list[StoredFile], str | None]:
         store, files = self._files, []
         with self._errors(folder):
-            found = store.find(folder, detail=True, refresh=True)
+            is_local = self._scheme == "file"
+            found = _find_local(store, folder) if is_local else store.find(folder, detail=True, refresh=True)
         root = store._strip_protocol(folder).strip("/")
         for path, entry in found.items():
             name = path.lstrip("/").removeprefix(root).lstrip("/")
@@ -810,6 +811,24 @@ class _FsspecStore:
             if isinstance(error, OSError) and (self._scheme == "file" or error.errno in (errno.ENOSPC, errno.EDQUOT)):
                 raise MachineError(f"{shown(uri)} cannot be read or copied: {error.strerror or error}") from error
             raise _unavailable(uri, error) from error
+
+
+def _find_local(store: Any, root: str) -> dict[str, Mapping[str, Any]]:
+    """Find the files below a local folder; none if there is no folder. Below it, links to folders are not followed.
+
+    The `find` of fsspec leaves out folders that it cannot list.
+    """
+    found, folders = {}, [store._strip_protocol(root)]
+    for folder in folders:
+        try:
+            entries = store.ls(folder, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            if os.path.islink(folder):  # noqa: PTH114 - its disk may not be mounted
+                raise
+            continue
+        folders += [entry["name"] for entry in entries if entry["type"] == "directory"]
+        found |= {entry["name"]: entry for entry in entries if entry["type"] != "directory"}
+    return dict(sorted(found.items()))
 
 
 def _fsspec_version(entry: Mapping[str, Any]) -> str:

@@ -265,11 +265,15 @@ def delete_unnamed(
     named = {f"{folder}/{shard.stored.name}" for folder, listed in shards.items() for shard in listed}
     named |= {f"{folder}/{INDEX}" for folder in shards}
 
-    def is_left(name: str) -> bool:
-        split, _, rest = name.partition("/")
-        is_named = name in named or (rest.rpartition("/")[2].startswith("shard.") and is_spared(name))
-        return name.endswith(PARTIAL) or (bool(rest) and split in SPLITS and not is_named)
-
-    left = filter(is_left, storage.list_files(dataset))
-    indexes_first = sorted(left, key=lambda name: not name.endswith(INDEX))  # So that no rest looks whole.
+    # Splits and buckets may be links, which a listing follows only where it begins.
+    folders = dict.fromkeys((*SPLITS, *shards))
+    found = {f"{folder}/{name}" for folder in folders for name in storage.list_files(storage.join(dataset, folder))}
+    left = [
+        name
+        for name in found - named - shards.keys()
+        if not (name.rpartition("/")[2].startswith("shard.") and is_spared(name))
+    ]
+    indexes_first = sorted(left, key=lambda name: (not name.endswith(INDEX), name))  # So that no rest looks whole.
     storage.delete(storage.join(dataset, name) for name in indexes_first)
+    if not storage.is_url(dataset):
+        storage.delete(map(str, Path(dataset).rglob(f".*{PARTIAL}")))

@@ -1,5 +1,6 @@
 """Configuration of `prepare`: from sources to prepared data."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -314,6 +315,9 @@ class SourceConfig:
     caption_column: str | None = None
     """Column of the captions in a table; null: the usual names."""
 
+    def __post_init__(self) -> None:
+        self.path = os.path.expanduser(self.path)  # noqa: PTH111 - it may be a URL
+
 
 @dataclass(kw_only=True)
 class PrepareConfig:
@@ -388,6 +392,10 @@ class PrepareConfig:
 
     duplicates: DuplicatesConfig | None = None
     """Null: duplicates are kept."""
+
+    def __post_init__(self) -> None:
+        self.out = self.out and os.path.expanduser(self.out)  # noqa: PTH111 - likewise
+        self.scratch = self.scratch and os.path.expanduser(self.scratch)  # noqa: PTH111
 
     def problems(self, key: str) -> Iterator[str]:
         """Describe what is wrong on this machine."""

@@ -24,9 +24,10 @@ from typing import Any, NamedTuple, NoReturn
 from diffusion import storage
 from diffusion.config.loading import to_dict
 from diffusion.errors import ConfigurationError, DataError, MachineError
-from diffusion.formats.data_set import DEAD_LETTERS, MANIFEST, SCAN
+from diffusion.formats.data_set import DEAD_LETTERS, MANIFEST, METADATA, SCAN
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.engine import Workers, run
+from diffusion.preparation.layout import part_numbers
 from diffusion.preparation.notifications import Message, Queue
 from diffusion.preparation.prepare import discard_unfinished, prepare
 from diffusion.preparation.records import NothingKeptError, Partition
@@ -115,7 +116,10 @@ class Ingestion:
         self._resolve(messages)
 
     def complete(self) -> None:
-        """Complete a preparation that was interrupted; a growth that fails is rolled back, and listed again."""
+        """Complete a preparation that was interrupted.
+
+        A growth that fails is rolled back, and listed again; after a failure of the machine, only if it is not scanned.
+        """
         out = self._config.out
         if not storage.exists(storage.join(out, SCAN)) or not Scan.read(out).partitions:
             return
@@ -124,7 +128,8 @@ class Ingestion:
         except UnavailableError:
             raise
         except (DataError, MachineError) as error:
-            if not storage.exists(storage.join(out, MANIFEST)) or not discard_unfinished(out):
+            stays = isinstance(error, MachineError) and _is_scanned(out)  # Captions may have cost money.
+            if stays or not storage.exists(storage.join(out, MANIFEST)) or not discard_unfinished(out):
                 raise
             logger.warning("an interrupted growth is begun again: %s", error)
 
@@ -177,11 +182,12 @@ class Ingestion:
                 return
             except UnavailableError:
                 raise
-            except (DataError, MachineError):
-                discard_unfinished(self._config.out)
+            except (DataError, MachineError) as error:
                 failing = find_failing(self._config, self._sources, arrivals)
                 if not failing and is_repeated:
                     raise
+                if failing or isinstance(error, DataError):
+                    discard_unfinished(self._config.out)
                 is_repeated = not failing  # Files may have changed meanwhile; then they are left out.
                 arrivals = self._without(arrivals, failing)
 
@@ -261,6 +267,10 @@ def _read_scan(config: PrepareConfig, sources: Sequence[Source]) -> Scan:
     return Scan.read(config.out) if storage.exists(storage.join(config.out, SCAN)) else Scan(sources, [])
 
 
+def _is_scanned(out: str) -> bool:
+    return {one.number for one in Scan.read(out).partitions} <= part_numbers(storage.join(out, METADATA))
+
+
 def _split(partition: Partition) -> Iterator[tuple[str, str, Partition]]:
     """Yield each file of a partition with its version and a partition of its own.
 
@@ -325,6 +335,8 @@ def find_failing(
         except UnavailableError:
             raise
         except (DataError, MachineError) as error:
+            if folder in str(error):  # It cannot be written to.
+                raise
             if len(arrivals) == 1:
                 return {(arrivals[0].uri, arrivals[0].version): str(error)}
     half = len(arrivals) // 2

@@ -14,7 +14,7 @@ from diffusion.config.loading import to_dict
 from diffusion.distributed import num_cores
 from diffusion.errors import DataError
 from diffusion.formats import data_set
-from diffusion.formats.data_set import PreparedManifest
+from diffusion.formats.data_set import PreparedManifest, read_kind
 from diffusion.preparation.config import STAGES, PrepareConfig
 from diffusion.preparation.engine import Workers
 from diffusion.preparation.explain import explain
@@ -100,11 +100,13 @@ def prepare(
             "or replace it with --overwrite"
         )
     workers = Workers(engine=config.engine, number=config.workers or num_cores(), ray=config.ray)
-    if removed is not None and finished is not None:
-        take_down(out, read_keys(removed))
+    keys = set[str]() if removed is None else read_keys(removed)
+    is_finished = read_kind(out) == PreparedManifest.KIND
+    if keys and is_finished:  # It may stay, even with `overwrite`.
+        take_down(out, keys)
     with claim(out, PreparedManifest.KIND):
-        if removed is not None and finished is None:
-            reject_scanned(out, read_keys(removed))
+        if keys and not is_finished:
+            reject_scanned(out, keys)
         captioner = config.captioner
         if captioner and captioner.chat and "score" in stages and _lacks_captions(out):
             load_plugin(captioner, "captioner")  # No server there: before hours of scanning.
@@ -121,6 +123,8 @@ def prepare(
                 if is_replaced and explain(out, config, scan)[-1].remaining == 0:
                     raise NothingKeptError(f"no image passes the conditions; {storage.shown(out)} stays as it is")
                 scan = _begin_anew(out, scan)
+                if keys and is_replaced:
+                    reject_scanned(out, keys)
             num_finished = len(finished.generations) if finished else 0
             select(out, config, scan, finished=num_finished, progress=progress)
         if "write" not in stages:

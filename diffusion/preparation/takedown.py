@@ -32,7 +32,6 @@ from diffusion.errors import DataError, UserError
 from diffusion.formats import data_set
 from diffusion.formats.data_set import PreparedManifest, add_marks, delete_unnamed, read_kind, read_marks, read_splits
 from diffusion.formats.shards import (
-    INDEX,
     SampleDecoder,
     Shard,
     encode_sample,
@@ -94,7 +93,7 @@ _Rows = dict[tuple[int, int], dict[str, Any]]
 
 
 def reject_scanned(dataset: str, keys: Collection[str]) -> None:
-    """Reject images of an unfinished data set, or of one that is replaced, and erase what is known of them.
+    """Reject images of an unfinished data set, and erase what is known of them.
 
     If there are some, what was selected and written is removed.
     """
@@ -137,6 +136,8 @@ def take_down(
         for uri, kind in kinds.items():  # All, before anything is written.
             claims.enter_context(claim(uri, kind))
         for uri, kind in kinds.items():
+            if kind == data_set.ENCODED and (erase or not hashes <= Removed.read(uri)):
+                clear_folders(uri, data_set.WORK)  # Shards of an unfinished growth predate the takedown.
             hashes = add_removed(uri, hashes)  # Each data set rejects what the ones before it reject.
             if kind == PreparedManifest.KIND:
                 data, rows = _Prepared(uri), _find_keys(uri, requested, marked=erase)
@@ -207,10 +208,11 @@ class _Prepared:
         """
         partitions = storage.read_json(storage.join(self._uri, data_set.SCAN))["partitions"]
         last, num_finished = max(one["generation"] for one in partitions), len(self._selections)
-        if rows and last >= num_finished:
+        new = {number: row for number, row in rows.items() if row["reason"] != Reason.REMOVED.value}
+        if new and last >= num_finished:
             logger.info("%s: what was written of an unfinished growth is removed", storage.shown(self._uri))
             discard_growth(self._uri, num_finished, last + 1, self._num_tasks)
-        _reject_rows(self._uri, rows, erase=False)
+        _reject_rows(self._uri, new, erase=False)
         return self._erase(rows) if erase else 0
 
     def find(self, rows: _Rows) -> list[_Sample]:
@@ -239,7 +241,7 @@ class _Prepared:
         has_report = storage.exists(storage.join(uri, data_set.REPORT_PAGE))
         storage.delete(storage.join(uri, name) for name in (data_set.REPORT_PAGE, data_set.REPORT_NUMBERS))
         count = sum(_erase_task(uri, task, rows) for task in self._tasks_of(rows))
-        write_indexes(uri, self._num_tasks)
+        write_indexes(uri, self._num_tasks, kept=self._manifest.kept)
         rejected = rejected_entries(read_selections(uri, len(self._selections)))  # Without the erased examples.
         replace(self._manifest, rejected=rejected, splits=read_splits(uri, self._manifest.folders)).write(uri)
         _reject_rows(uri, rows, erase=True)  # At the end: a run that continues finds the keys there.
@@ -319,8 +321,9 @@ def _reject_rows(dataset: str, rows: _Rows, *, erase: bool) -> None:
         parts.setdefault(part, []).append(row)
     if rows:
         clear_folders(dataset, data_set.PACKED)
-    scores = storage.list_files(storage.join(dataset, data_set.SCORES)) if erase else {}
-    columns = {name.rpartition("/")[0] for name in scores}
+    # A column may be a link to its folder.
+    scores = storage.join(dataset, data_set.SCORES)
+    columns = {name.partition("/")[0] for name in storage.list_files(scores)} if erase else ()
     entries = storage.read_json(storage.join(dataset, data_set.SCAN))["partitions"] if rows else ()
     files = {entry["number"]: entry["file"] for entry in entries}
 
@@ -330,8 +333,7 @@ def _reject_rows(dataset: str, rows: _Rows, *, erase: bool) -> None:
             _change_rows(uri, parts[part], lambda row: {**row, "reason": Reason.REMOVED.value})
             return
         for column in columns:
-            if f"{column}/{part_name(part)}" in scores:
-                of_column = storage.join(dataset, data_set.SCORES, column, part_name(part))
+            if storage.exists(of_column := storage.join(scores, column, part_name(part))):
                 _change_rows(of_column, parts[part], dict.fromkeys)
         _change_rows(uri, parts[part], lambda row: removed_row(row, files[part]))
 
@@ -418,9 +420,8 @@ class _Encoded:
 
     def __init__(self, uri: str) -> None:
         self._uri = uri
-        clear_folders(uri, data_set.WORK)  # Unfinished growth: its shards predate the takedown.
-        indexes = sorted(name for name in storage.list_files(uri) if name.endswith(f"/{INDEX}"))
-        folders = [name.removesuffix(f"/{INDEX}") for name in indexes if name.split("/")[0] in data_set.SPLITS]
+        counts = storage.read_json(storage.join(uri, data_set.MANIFEST))["counts"]
+        folders = [f"{split}/{bucket}" for split, buckets in counts.items() for bucket in buckets]
         self._shards = {folder: read_shards(storage.join(uri, folder)) for folder in folders}
 
     def find(self, keys: Collection[str]) -> list[_Sample]:

@@ -157,7 +157,7 @@ def write(
     with progress_bar("writing", total, initial=written, shown=progress) as bar:
         for num_samples in run(workers, make, tasks, describe=_describe):
             bar.update(num_samples)
-    folders = write_indexes(out, selections[-1].stop, finished, first_task)
+    folders = write_indexes(out, selections[-1].stop, finished, first_task, kept=total)
     manifest = _manifest(out, scan, selections, settings, folders)
     manifest.write(out)
     if len(selections) > 1:
@@ -427,11 +427,22 @@ class _Shards:
 # The end: indexes and the manifest.
 
 
-def write_indexes(out: str, num_tasks: int, finished: PreparedManifest | None = None, first_task: int = 0) -> list[str]:
+def write_indexes(
+    out: str,
+    num_tasks: int,
+    finished: PreparedManifest | None = None,
+    first_task: int = 0,
+    *,
+    kept: int | None = None,
+) -> list[str]:
     """Write the index of each split and bucket over the first tasks; delete shards that no finished task names.
 
     Of a `finished` data set that has grown, the indexes name the shards of the tasks before `first_task`. Returned are
-    the folders with an index: training first, buckets by the numbers in their names.
+    the folders with an index: training first, buckets by the numbers in their names. The shards must hold `kept`
+    samples, unless tasks may be missing (None).
+
+    Raises:
+        DataError: the shards hold another number of samples; nothing was changed.
     """
     folders = finished.folders if finished else []
     indexes = storage.concurrent_map(lambda folder: read_shards(storage.join(out, folder)), folders)
@@ -447,6 +458,12 @@ def write_indexes(out: str, num_tasks: int, finished: PreparedManifest | None = 
                 shards.setdefault(folder, []).append(shard)
             else:
                 later.add(f"{folder}/{shard.stored.name}")
+    found = sum(shard.num_samples for listed in shards.values() for shard in listed)
+    if kept not in (None, found):
+        raise DataError(
+            f"{storage.shown(out)}: {POSITIONS} name {found} samples instead of {kept}; run the command again, or "
+            "replace the data set with --overwrite"
+        )
     for folder, of_folder in shards.items():
         write_index(storage.join(out, folder), of_folder)
     # A takedown may be under way.

@@ -137,18 +137,16 @@ def _open(text: str, settings: dict[str, Any]) -> Source:
         return open_huggingface(text, settings)
     if is_url(text):
         _check_url(text)
-        path = _root(text)
+    path = _root(text)
+    if (fixed := _first_wildcard(path)) is not None:
+        return _open_pattern(path, fixed, settings)
+    if is_url(text):
         is_web = _is_web(path)
-        is_pattern = not is_web and glob.has_magic(path.partition("://")[2])
-        is_file = not is_pattern and _kind_of_file(path) is not None and (is_web or storage.exists(path))
+        is_file = _kind_of_file(path) is not None and (is_web or storage.exists(path))
         if is_file and is_web:
             storage.stat(path)
     else:
-        path = _root(text)
-        is_pattern = glob.has_magic(path) and not os.path.lexists(path)
-        is_file = not is_pattern and _is_file(path, printable(text))
-    if is_pattern:
-        return _open_pattern(path, settings)
+        is_file = _is_file(path, printable(text))
     name = _name_of(path if is_url(path) else os.path.realpath(path))
     if not is_file:
         return _open_folder(path, name, settings)
@@ -205,13 +203,29 @@ def _check_url(url: str) -> None:
     storage.check_uri(url)
 
 
-def _open_pattern(text: str, settings: dict[str, Any]) -> Source:
-    """Open the tar, parquet or Arrow files that a pattern stands for."""
+def _first_wildcard(path: str) -> int | None:
+    """Return the number of the first part of a path that is a pattern: it has wildcards, and does not exist so."""
+    parts = [] if _is_web(path) else path.split("/")
+    for number, part in enumerate(parts):
+        if glob.has_magic(part):
+            if is_url(path) and number < 3:
+                raise DataError(f"{shown(path)}: the bucket must be named without wildcards")
+            if not _exists("/".join(parts[: number + 1])):
+                return number
+    return None
+
+
+def _exists(path: str) -> bool:
+    """Return whether there is a file or folder, or an object or prefix."""
+    if not is_url(path):
+        return os.path.lexists(path)
+    return next(storage.iterate_files(path), None) is not None or storage.exists(path)
+
+
+def _open_pattern(text: str, fixed: int, settings: dict[str, Any]) -> Source:
+    """Open the tar, parquet or Arrow files that a pattern stands for; its first parts are `fixed`."""
     parts = text.split("/")
-    fixed = next(number for number, part in enumerate(parts) if glob.has_magic(part))
     root, pattern = "/".join(parts[:fixed]), parts[fixed:]
-    if is_url(text) and fixed < 3:
-        raise DataError(f"{shown(text)}: the bucket must be named without wildcards")
     names: list[str] = []
     if is_url(root) or Path(root or "/").is_dir():
         names = [entry.name for entry in list_folder(root or "/") if matches(entry.name.split("/"), pattern)]

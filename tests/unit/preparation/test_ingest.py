@@ -9,10 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 from streaming import MDSWriter
 
+from diffusion import storage
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.formats.data_set import PreparedManifest
 from diffusion.preparation import ingest
-from diffusion.preparation.config import PrepareConfig
+from diffusion.preparation.config import CaptionerConfig, PrepareConfig
 from diffusion.preparation.ingest import Ingestion, find_failing, find_missing, list_arrivals
 from diffusion.preparation.notifications import Message, Queue, parse_event
 from diffusion.preparation.scan import open_configured
@@ -22,6 +23,7 @@ from diffusion.preparation.sources.parquet import ParquetSource
 from diffusion.preparation.takedown import take_down
 from tests.tools.image_files import noise, sample, tree, write_folder, write_tar
 from tests.tools.preparing import prepare
+from tests.tools.scored_data import CALLS
 from tests.unit.preparation.test_growing import keys
 
 OPTIONS = {"edges": [16, 34], "partition_size": 6, "validation_fraction": 0.2}
@@ -313,8 +315,39 @@ def test_an_error_that_is_not_of_an_object_ends_the_ingestion(tmp_path, monkeypa
     with monkeypatch.context() as patch, pytest.raises(MachineError, match="no space"):
         patch.setattr("diffusion.preparation.prepare.write", full)
         ingestion.grow()
-    ingestion_of(source, out).grow()
+    ingestion_of(source, out).complete()
     assert PreparedManifest.read(str(out)).kept == 4
+    assert dead_letters(out) == []
+
+
+@pytest.mark.parametrize("full", [[".mds"], [".mds", "/failing-"]])
+def test_a_full_disk_discards_no_captions(tmp_path, monkeypatch, denied, full):
+    source, out = tmp_path / "set", tmp_path / "out"
+    CALLS.clear()
+
+    def captioning():
+        ingestion = ingestion_of(source, out)
+        ingestion._config.captioner = CaptionerConfig(path="tests.tools.scored_data.Captioner")
+        return ingestion
+
+    write_folder(source, 3)
+    captioning().grow()
+    write_folder(source, 3, start=10)
+    write = storage.write
+
+    def writing(uri, *arguments):
+        if any(name in uri for name in full):
+            raise MachineError(f"cannot write to {uri}: no space")
+        write(uri, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "write", writing)
+        for attempt in (captioning().grow, captioning().complete):
+            with pytest.raises(MachineError, match="no space"):
+                attempt()
+    captioning().complete()
+    assert PreparedManifest.read(str(out)).kept == 6
+    assert sum(map(len, CALLS)) == 6
     assert dead_letters(out) == []
 
 

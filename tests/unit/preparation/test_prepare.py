@@ -1,7 +1,9 @@
 """The whole command in one process: sources in, shards and a manifest out."""
 
+import errno
 import io
 import itertools
+import os
 import runpy
 import shutil
 import struct
@@ -10,6 +12,7 @@ import zlib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,7 +23,7 @@ from streaming import MDSWriter
 from diffusion import storage
 from diffusion.config.loading import from_dict
 from diffusion.datasets.images import decode_rgb
-from diffusion.errors import ConfigurationError, DataError
+from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.formats.data_set import PreparedManifest
 from diffusion.preparation import output, scan
 from diffusion.preparation.config import (
@@ -36,6 +39,7 @@ from diffusion.preparation.engine import run
 from diffusion.preparation.prepare import _settings, explain_selection
 from diffusion.preparation.prepare import prepare as prepare_from_config
 from diffusion.preparation.records import NothingKeptError
+from diffusion.preparation.takedown import take_down
 from diffusion.preparation.write import COLUMNS
 from tests.tools.image_files import encode, noise, sample, tree, write_folder, write_tar
 from tests.tools.preparing import prepare, read_samples
@@ -371,6 +375,24 @@ def test_a_mistake_in_a_condition_removes_nothing(tmp_path):
     assert tree(tmp_path / "out") == before
 
 
+def test_a_mistake_beside_removed_keys_removes_nothing_else(tmp_path):
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 4)
+    (tmp_path / "removed.txt").write_text("set/0001.png\n")
+    prepare([source], out, edges=[16])
+    before = shards(tree(out)) | {"manifest.json": (out / "manifest.json").read_bytes()}
+    options = {"removed": tmp_path / "removed.txt", "overwrite": True}
+    with pytest.raises(DataError, match="no such file"):
+        prepare([tmp_path / "nowhere"], out, edges=[16], **options)
+    with pytest.raises(NothingKeptError):
+        prepare([source], out, edges=[16], where="sharpness > 1e9", **options)
+    prepare_from_config(PrepareConfig(sources=[str(source)], out=str(out), workers=1), stages=STAGES[:1], **options)
+    assert {name: content for name, content in tree(out).items() if name in before} == before
+    assert (out / "withdrawn.json").exists()
+    assert prepare([source], out, edges=[16], **options).kept == 3
+    assert not (out / "withdrawn.json").exists()
+
+
 @pytest.mark.parametrize("stage", ["scan", "score", "write"])
 def test_a_stage_without_a_selection_replaces_nothing(tmp_path, stage):
     write_folder(tmp_path / "set", 4)
@@ -466,6 +488,16 @@ def test_a_relative_folder_is_one_place_for_all_workers(tmp_path, monkeypatch):
     assert seen == [str(tmp_path / "out")]
 
 
+def test_paths_below_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b", "scratch/x"):
+        write_folder(tmp_path / name, 2)
+    prepare(["~/a", {"path": "~/b"}], "~/out", edges=[16], scratch="~/scratch")
+    assert PreparedManifest.read(tmp_path / "out").kept == 4
+    assert not (tmp_path / "~").exists()
+
+
 def test_a_clearing_that_was_stopped(tmp_path, monkeypatch):
     for name in ("a", "b"):
         write_folder(tmp_path / name, 4)
@@ -479,6 +511,44 @@ def test_a_clearing_that_was_stopped(tmp_path, monkeypatch):
         patch.setattr(output, "clear_folders", stop)
         prepare([tmp_path / "b"], out, edges=[16], overwrite=True)
     assert [one.name for one in prepare([tmp_path / "b"], out, edges=[16], overwrite=True).sources] == ["b"]
+
+
+def test_a_folder_whose_listing_fails(tmp_path, monkeypatch):
+    """Each second time while the data is prepared, and for good in a takedown."""
+    write_folder(tmp_path / "set", 6)
+    source, out, undisturbed = tmp_path / "set", tmp_path / "out", tmp_path / "undisturbed"
+    prepare([source], undisturbed, edges=[16])
+    scandir, calls = os.scandir, Counter()
+
+    def failing(path="."):
+        calls[path] += 1
+        if str(path) == f"{out}/positions" and calls[path] % 2:
+            raise OSError(errno.ESTALE, "stale file handle")
+        if str(path) == f"{out}/metadata" and (out / "manifest.json").exists():
+            raise PermissionError(errno.EACCES, "denied")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", failing)
+    monkeypatch.setattr(storage, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr("random.random", lambda: 0.0)
+    prepare([source], out, edges=[16])
+    assert tree(out) == tree(undisturbed)
+    with pytest.raises(MachineError, match="metadata"):
+        take_down(str(out), {"set/0001.png"})
+
+
+def test_shards_that_no_position_names_are_not_left_out(tmp_path, monkeypatch):
+    write_folder(tmp_path / "set", 6)
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(PreparedManifest, "write", Mock(side_effect=KeyboardInterrupt))
+        prepare([tmp_path / "set"], out, edges=[16])
+    before = tree(out)
+    with monkeypatch.context() as patch, pytest.raises(DataError, match="0 samples instead of 6"):
+        patch.setattr("diffusion.preparation.write.part_numbers", Mock(side_effect=[set(range(1)), set(), set()]))
+        prepare([tmp_path / "set"], out, edges=[16])
+    assert shards(tree(out)) == shards(before)
+    assert prepare([tmp_path / "set"], out, edges=[16]).kept == 6
 
 
 def test_no_position_outlives_its_shard(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import shutil
 import tarfile
 import tracemalloc
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -1095,6 +1096,24 @@ class TestOpening:
         for pair in (("set", "set"), ("set", "set/sub"), ("link", "set/sub"), ("tars", "tars/x.tar")):
             with pytest.raises(DataError, match="hold the same files; give them once"):
                 open_sources([tmp_path / name for name in pair])
+
+    def test_wildcards_in_names(self, tmp_path, monkeypatch):
+        memory, folder = fsspec.filesystem("memory"), tmp_path / "photos [2024]" / "a*b"
+        folder.mkdir(parents=True)
+        path = write_tar(folder / "what?.tar", sample("0", IMAGE, b"x"))
+        memory.pipe_file("/bucket/photos [2024]/a*b/what?.tar", path.read_bytes())
+        monkeypatch.chdir(folder)
+        try:
+            for root in (str(folder), "memory://bucket/photos [2024]/a*b"):
+                for name in ("", "/what?.tar", "/*.tar"):
+                    assert reasons(read(f"{root}{name}")) == [["x"]]
+                with pytest.raises(DataError, match="no file matches"):
+                    open_source(f"{root}/[x].tar")
+        finally:
+            memory.rm("/bucket", recursive=True)
+        assert open_source("*.tar").root == str(folder)
+        with pytest.raises(DataError, match="no such file"):
+            open_source(folder / "none.tar")
 
     def test_kind_by_content(self, tmp_path):
         write_tar(tmp_path / "one", sample("0", IMAGE, b"x"))

@@ -12,7 +12,7 @@ from diffusion.files import write_json
 from diffusion.formats.data_set import PreparedManifest
 from diffusion.formats.shards import read_index
 from diffusion.preparation import takedown
-from diffusion.preparation.config import DuplicatesConfig
+from diffusion.preparation.config import DuplicatesConfig, ScorerConfig
 from diffusion.preparation.metadata import removal_hash, removed_row
 from diffusion.preparation.removed import Removed, add_removed, read_keys
 from diffusion.preparation.takedown import take_down
@@ -233,6 +233,25 @@ def test_data_with_two_unfinished_growths(data):
     assert [Path(data.out, "selection", f"{number}.json").exists() for number in range(3)] == [True, False, False]
 
 
+def test_an_unfinished_growth_stays_where_nothing_is_removed_anew(data, tmp_path, monkeypatch):
+    """In prepared and in encoded data."""
+    latents = tmp_path / "latents"
+    write_encoded(latents, {"32-up": 9})
+    write_json(latents / "manifest.json", {"kind": "encoded", "counts": {"train": {"32-up": 9}}})
+    removed = {data.key(3), data.key(DUPLICATE), "set/nothing.png"}
+    take_down(data.out, removed, derived=[str(latents)])
+    grown = select_images(data.out, data.source, (6,), before=data, scored=True)
+    with monkeypatch.context() as patch, pytest.raises(StopError):
+        patch.setattr(PreparedManifest, "write", stop)
+        grown.write(captioner={}, scorers=[{"column": "score"}], shard_mb=0.01)
+    storage.write_json(f"{latents}/work.partial/shards/train.32-up.000001.json", {})
+    before = tree(tmp_path)
+    take_down(data.out, removed, derived=[str(latents)])
+    assert tree(tmp_path) == before
+    take_down(data.out, {data.key(4)}, derived=[str(latents)])
+    assert not {"out/selection/1.json", "latents/work.partial/shards/train.32-up.000001.json"} & tree(tmp_path).keys()
+
+
 def test_a_removed_image_that_is_selected_is_not_written(data):
     select_images(data.out, data.source, (6,), before=data, scored=True)
     path = Path(data.out, "metadata", "000005.parquet")
@@ -246,9 +265,10 @@ def test_a_removed_image_that_is_selected_is_not_written(data):
 def test_encoded_data(tmp_path):
     out = tmp_path / "latents"
     write_encoded(out, {"32-up": 9})
+    counts = {"train": {"32-up": 9}}
     with pytest.raises(DataError, match="latents"):
         take_down(str(out), {"32-up/4"})
-    write_json(out / "manifest.json", {"kind": "encoded", "version": 1})
+    write_json(out / "manifest.json", {"kind": "encoded", "counts": counts})
     assert take_down(str(out), {"32-up/4", "32-up/8"}).marks == {"train/32-up": [4, 8]}
     before = read_samples(out)["train/32-up"]
     assert take_down(str(out), set(), erase=True).num_rewritten >= 1
@@ -258,6 +278,31 @@ def test_encoded_data(tmp_path):
         assert (other["latent_mean"] == (0 if i in (4, 8) else one["latent_mean"])).all()
         assert (other["token_ids"] == (0 if i in (4, 8) else one["token_ids"])).all()
     assert files_with(out, b"32-up/4", b"32-up/8") == set()
+
+
+@pytest.mark.parametrize("folder", ["train", "train/16-up"])
+def test_folders_that_are_links(tmp_path, folder):
+    """Of prepared data with scores, and of encoded data."""
+    source, out, latents = tmp_path / "set", tmp_path / "out", tmp_path / "latents"
+    scorers = [ScorerConfig(path="tests.tools.scored_data.Redness", column="redness")]
+    write_folder(source, 4)
+    prepare([source], out, edges=[16], scorers=scorers)
+    write_encoded(latents, {"16-up": 4})
+    write_json(latents / "manifest.json", {"kind": "encoded", "counts": {"train": {"16-up": 4}}})
+    for number, path in enumerate((out / folder, latents / folder, out / "scores" / "redness")):
+        path.rename(tmp_path / f"disk{number}")
+        path.symlink_to(tmp_path / f"disk{number}")
+    found = take_down(str(out), {"set/0001.png", "16-up/2"}, derived=[str(latents)], erase=True)
+    assert (found.absent, found.num_rewritten) == ([], 2)
+    shards = [*tmp_path.glob("disk[01]/**/*.mds")]
+    assert [path.name for path in shards if b"16-up/2" in path.read_bytes() or b"set/0001" in path.read_bytes()] == []
+    assert pq.read_table(tmp_path / "disk2")["redness"].null_count == 1
+    (out / "scores" / "redness").unlink()
+    (tmp_path / "disk2").rename(out / "scores" / "redness")
+    write_folder(source, 2, start=10)
+    assert prepare([source], out, edges=[16], scorers=scorers).kept == 6
+    assert sum(map(len, read_samples(out).values())) == 6
+    assert (out / folder).is_symlink()
 
 
 @pytest.mark.parametrize("near", [False, True])
@@ -299,7 +344,8 @@ def test_copies_in_the_data_are_listed_or_removed(tmp_path, monkeypatch, copies)
     keys = [one["key"] for one in read_samples(out)["train/16-up"]]
     samples = [encoded_sample("x", i) | {"key": key} for i, key in enumerate(keys)]
     write_mds(tmp_path / "latents/train/16-up", {"latent_mean": "ndarray:float16:4,4,4"} | TEXT, samples)
-    write_json(tmp_path / "latents/manifest.json", {"kind": "encoded", "version": 1})
+    counts = {"train": {"16-up": len(keys)}}
+    write_json(tmp_path / "latents/manifest.json", {"kind": "encoded", "counts": counts})
     derived = str(tmp_path / "latents")
     with monkeypatch.context() as patch, pytest.raises(StopError):
         patch.setattr(takedown._Encoded, "erase", stop)  # pyright: ignore[reportPrivateUsage]
