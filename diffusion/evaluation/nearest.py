@@ -122,7 +122,8 @@ class Comparison:
     @cached_property
     def max_bits(self) -> int:
         """An image whose perceptual hash differs in as many bits at most is a suspected copy; -1 where validation
-        images have such hashes, too, as those of plain drawings."""
+        images have such hashes, too, as those of plain drawings.
+        """
         bits = np.array([min(near.bits for near in row) for row in self.validation])
         shares = [float(np.mean(bits <= limit)) for limit in range(MAX_BITS + 1)]
         return sum(share <= self.quantile for share in shares) - 1
