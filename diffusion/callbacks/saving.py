@@ -118,13 +118,13 @@ class SaveCheckpoints(Callback):
         """Write a checkpoint of this step, or begin to; nothing if there is one."""
         if self._last_step == state.timestamp.batch.value:
             return
-        self._last_step = state.timestamp.batch.value
         if isinstance(logger, LateLogger):  # The row of the metrics file is part of the checkpoint.
             logger.release()
         if self.guard is not None:
             self.guard.check(state)
         start = time.perf_counter()
         self._wait()
+        self._last_step = state.timestamp.batch.value
         is_sharded = state.fsdp_sharded_state_dict_enabled
         stem = f"ep{state.timestamp.epoch.value}-ba{self._last_step}"
         path = self.local / (stem if is_sharded else f"{stem}.pt")
