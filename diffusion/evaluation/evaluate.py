@@ -33,10 +33,10 @@ from diffusion.evaluation.generate import (
     generate_images,
     load_generator,
 )
-from diffusion.evaluation.images import image_files, list_images
+from diffusion.evaluation.images import image_files
 from diffusion.evaluation.metrics import Metrics
 from diffusion.evaluation.object_checks import ObjectChecks
-from diffusion.evaluation.prompts import Prompt, read_listing, read_prompts
+from diffusion.evaluation.prompts import Prompt, open_images, read_prompts
 from diffusion.evaluation.protocol import (
     RESULTS,
     VALIDATION_LOSS,
@@ -146,13 +146,13 @@ class Evaluation:
                 raise ConfigurationError(f"{path} is of another folder of that name: choose another output_folder")
 
         on_first_rank(check)
-        listed = agree(lambda: read_listing(folder))
-        files = list_images(folder) if listed is None else [image.path for image in listed]
-        prompts = None if listed is None else [Prompt(text=one.prompt, category=one.category) for one in listed]
-        record: dict[str, Any] = {"num": len(files), "given": True}
-        if prompts is not None:
+        images = agree(lambda: open_images(folder))
+        record: dict[str, Any] = {"num": len(images), "given": True}
+        prompts = None
+        if any(image.prompt for image in images):
+            prompts = [Prompt(text=image.prompt, category=image.category) for image in images]
             record["prompts"] = content_hash([prompt.text for prompt in prompts])
-        result.numbers = self.metrics.compute(image_files(files), prompts, record)
+        result.numbers = self.metrics.compute(image_files([image.path for image in images]), prompts, record)
         self._write(result)
 
     def _evaluate_images(self, model: EvaluatedModel, generator: Generator, scale: float) -> None:

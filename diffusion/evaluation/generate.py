@@ -365,6 +365,7 @@ def _open_folder(folder: Path, record: dict[str, Any]) -> None:
         return
     with explained_writes(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        write_listing(folder, [])
         write_json(folder / GENERATION, record)
 
 
