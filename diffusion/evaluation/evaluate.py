@@ -81,6 +81,8 @@ class Evaluation:
     """A configured evaluation, with prompts and reference set opened and networks loaded."""
 
     config: EvaluationConfig
+    replaces: bool = False
+    """Replace results and images of a checkpoint that was written again, where they are otherwise an error."""
 
     def __post_init__(self) -> None:
         config, protocol = self.config, self.config.protocol
@@ -98,10 +100,10 @@ class Evaluation:
         with explained_writes(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
 
-    def into(self, folder: Path) -> "Evaluation":
-        """Return the same evaluation with another folder of results and images."""
+    def of_run(self, folder: Path) -> "Evaluation":
+        """Return the same evaluation with the folder of a watched run, which may write a checkpoint again."""
         other = copy.copy(self)
-        other.folder = folder
+        other.folder, other.replaces = folder, True
         return other
 
     def _read_prompts(self) -> list[Prompt]:
@@ -167,7 +169,8 @@ class Evaluation:
             return
         folder = self.folder / IMAGES / result.file_name.removesuffix(".json")
         for kind, task in tasks.items():
-            files = generate_images(generator, task, folder / kind, f"{model.name} cfg {scale:g} {kind}")
+            label = f"{model.name} cfg {scale:g} {kind}"
+            files = generate_images(generator, task, folder / kind, label, replaces=self.replaces)
             if kind in self.suites:
                 judgements = folder / kind / JUDGEMENTS
                 result.numbers |= self.suites[kind].evaluate(files, records[kind], judgements)
@@ -208,6 +211,8 @@ class Evaluation:
                 return False
             found = Result.read(path)
             if found.identity != result.identity:
+                if self.replaces and found.path == result.path:
+                    return False
                 raise ConfigurationError(f"{path} is of other weights of that name: choose another output_folder")
             for name, protocol in expected.items():
                 number = found.numbers.get(name)
