@@ -2,7 +2,7 @@
 
 import copy
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from diffusion.evaluation.generate import (
 from diffusion.evaluation.images import image_files
 from diffusion.evaluation.metrics import Metrics
 from diffusion.evaluation.object_checks import ObjectChecks
-from diffusion.evaluation.prompts import Prompt, open_images, read_prompts
+from diffusion.evaluation.prompts import ListedImage, Prompt, open_images, read_prompts
 from diffusion.evaluation.protocol import (
     RESULTS,
     VALIDATION_LOSS,
@@ -67,10 +67,13 @@ def evaluate(config: EvaluationConfig) -> None:
         UserError: on every rank, for errors of the configuration, the data or the machine.
     """
     start_process_group()
-    evaluation = Evaluation(config=config)
     if config.images is not None:
-        evaluation.evaluate_folder(Path(config.images).expanduser())
+        folder = Path(config.images).expanduser()
+        with error_context("images"):
+            images = agree(lambda: open_images(folder))  # Before networks are loaded, which takes minutes.
+        Evaluation(config=config).evaluate_folder(folder, images)
         return
+    evaluation = Evaluation(config=config)
     # Each node downloads a checkpoint of a store.
     for model in broadcast(agree(lambda: find_models(str(config.model), config.weights))):
         evaluation.evaluate(model)
@@ -132,13 +135,12 @@ class Evaluation:
                 result.numbers |= validation_losses(model, generator)
                 self._write(result)
 
-    def evaluate_folder(self, folder: Path) -> None:
-        """Evaluate the images of a folder: those of its listing, or all without a listing.
+    def evaluate_folder(self, folder: Path, images: Sequence[ListedImage]) -> None:
+        """Evaluate the images of a folder.
 
         Raises:
             ConfigurationError: there are too few images, or no prompts; or the output folder has numbers of another
                 folder of that name.
-            DataError: the listing is invalid.
         """
         result = Result(name=folder.resolve().name, path=str(folder.resolve()))
 
@@ -148,7 +150,6 @@ class Evaluation:
                 raise ConfigurationError(f"{path} is of another folder of that name: choose another output_folder")
 
         on_first_rank(check)
-        images = agree(lambda: open_images(folder))
         record: dict[str, Any] = {"num": len(images), "given": True}
         prompts = None
         if any(image.prompt for image in images):
