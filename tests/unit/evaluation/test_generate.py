@@ -49,7 +49,8 @@ CASES = {
         test_latents.configured(Architecture.tiny_transformer),
         ObjectiveConfig(prediction_type=PredictionType.v_prediction),
         resolution=32,
-    ),
+        seed=17,
+    ).eval(),
     "pixels": lambda: test_latents.build(test_latents.configured(Architecture.tiny_pixel_transformer)),
 }
 
