@@ -51,6 +51,7 @@ from diffusion.evaluation.protocol import (
 from diffusion.evaluation.suites import Suite
 from diffusion.evaluation.validation_loss import validation_losses
 from diffusion.evaluation.vqa import VisionLanguageModel
+from diffusion.models.pretrained import is_pipeline
 
 TABLE = "table.md"
 IMAGES = "images"
@@ -73,6 +74,11 @@ def evaluate(config: EvaluationConfig) -> None:
             images = agree(lambda: open_images(folder))  # Before networks are loaded, which takes minutes.
         Evaluation(config=config).evaluate_folder(folder, images)
         return
+    if is_pipeline(str(config.model)) and (low := [scale for scale in config.guidance_scales if scale < 1]):
+        raise ConfigurationError(
+            f"guidance_scales has {low}, but {config.model} is a pipeline, which has no guidance below 1: evaluate the "
+            "run that it was exported from"
+        )
     evaluation = Evaluation(config=config)
     # Each node downloads a checkpoint of a store.
     for model in broadcast(agree(lambda: find_models(str(config.model), config.weights))):
