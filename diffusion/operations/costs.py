@@ -125,15 +125,14 @@ def read_costs(run: Path) -> list[StartCosts]:
             starts.append(_checked(StartCosts(**json.loads(row))))
         except ValueError:  # Truncated, as a killed process leaves it.
             continue
-        except (TypeError, AttributeError) as error:
+        except TypeError as error:
             log.warning("%s: a row is skipped, which is not of a start: %s", run / COSTS, error)
     return starts
 
 
 def _checked(start: StartCosts) -> StartCosts:
-    """Return costs that were read; a TypeError if they are not complete, or not numbers."""
-    if missing := {kind.value for kind in Activity} - start.seconds.keys():
-        raise TypeError(f"it lacks the seconds of {', '.join(sorted(missing))}")
+    """Return costs that were read, with 0 s of activities of later versions; a TypeError if they are no numbers."""
+    start.seconds = {**{kind.value: 0.0 for kind in Activity}, **start.seconds}
     optional = {"price": start.price or 0.0, "peak_flops": start.peak_flops or 0.0}
     for name, value in {**vars(start), **optional, **start.seconds}.items():
         if name != "seconds" and not isinstance(value, int | float):
