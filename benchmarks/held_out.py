@@ -24,7 +24,7 @@ from PIL import Image, ImageDraw
 from diffusion.errors import DataError
 from diffusion.evaluation.images import PreparedSamples, read_image
 from diffusion.evaluation.nearest import nearest
-from diffusion.evaluation.nearest_report import open_images
+from diffusion.evaluation.prompts import open_images
 from diffusion.files import write_json
 from diffusion.launch import CommandParser, run_command
 

@@ -4,13 +4,13 @@
 #
 #   benchmarks/speedrun.sh STYLES OUT [cpu]       # STYLES: train-*.tar, heldout-*.tar; cpu: 32 px, tiny networks
 #
-# VAE_STEPS and STEPS set the lengths of the trainings. OUT/seconds.txt gets the time of each step.
+# VAE_STEPS and STEPS set the lengths of the trainings; with a larger STEPS the same command continues. OUT/seconds.txt
+# gets the time of each step.
 set -euo pipefail
 [[ $# -ge 2 ]] || { sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 styles=$(realpath "$1") out=$(realpath -m "$2")
 cd "$(dirname "$0")/.."
 mkdir -p "$out"
-: > "$out/seconds.txt"
 trap 'kill $(jobs -p) 2> /dev/null || true' EXIT
 
 if [[ ${3:-gpu} == cpu ]]; then
@@ -56,11 +56,12 @@ evaluate() {
     protocol.prompts.path="$out/held-out" protocol.reference.path="$out/held-out" protocol.reference.size="$side"
 }
 scores() {
-  local held_out="python -m benchmarks.held_out"
+  local held_out="python -m benchmarks.held_out" images
+  images=$(printf '%s\n' "$out"/evaluation/images/*/prompts | sort -V | tail -n 1)  # of the newest checkpoint
   $held_out prompts "$out/training" "$out/held-out" --out "$out"
   python scripts/generate.py "$out/transformer" --weights ema --prompts-file "$out/cells.jsonl" --out "$out/cells" \
     --guidance-scale 2 --steps 30 --seed 0
-  $held_out scores "$out/training" "$out/held-out" "$out"/evaluation/images/* --cells "$out/cells" --out "$out"
+  $held_out scores "$out/training" "$out/held-out" "$images" --cells "$out/cells" --out "$out"
 }
 
 step prepare both prepare

@@ -6,6 +6,7 @@ it.
 
 import json
 import logging
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -422,7 +423,7 @@ def create_repository(repository: str) -> None:
     """
     if reason := hub_unavailable_reason():
         raise MachineError(f"{reason} Export without the hub, and upload later")
-    with _hub_errors(repository):
+    with _hub_errors(repository, "repeat the command"):
         HfApi().create_repo(repository, private=True, exist_ok=True)
 
 
@@ -437,7 +438,7 @@ def push_to_hub(path: Path, repository: str) -> str:
         MachineError: the hub is not available.
     """
     message = f"Upload {path.name}"
-    with _hub_errors(repository):
+    with _hub_errors(repository, f"upload the export by `hf upload {repository} {shlex.quote(str(path))}`"):
         if path.is_dir():
             return HfApi().upload_folder(repo_id=repository, folder_path=path, commit_message=message).commit_url
         upload = HfApi().upload_file
@@ -446,16 +447,16 @@ def push_to_hub(path: Path, repository: str) -> str:
 
 
 @contextmanager
-def _hub_errors(repository: str) -> Iterator[None]:
-    """Errors of huggingface_hub as one sentence; it puts no token into its messages."""
+def _hub_errors(repository: str, remedy: str) -> Iterator[None]:
+    """Errors of huggingface_hub in one message; it puts no token into its messages."""
     try:
         yield
     except (HfHubHTTPError, LocalTokenNotFoundError, HFValidationError) as error:
         reason = first_line(error).rstrip(".")
         raise ConfigurationError(
             f"{constants.ENDPOINT} rejects {repository}: {reason}. Give USER/NAME, and a token that "
-            "may write it, as HF_TOKEN or by `hf auth login`"
+            f"may write it, as HF_TOKEN or by `hf auth login`, and {remedy}"
         ) from error
     except (OSError, ValueError, RuntimeError) as error:
         reason = first_line(error.__cause__ or error).rstrip(".")
-        raise MachineError(f"{repository} was not uploaded: {reason}. Upload again") from error
+        raise MachineError(f"{repository} was not uploaded: {reason}. Later {remedy}") from error

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import metadata
+from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from diffusion.distributed import (
@@ -39,7 +40,7 @@ from diffusion.distributed import (
     rank,
     world_size,
 )
-from diffusion.errors import ConfigurationError, MachineError, PreemptedError, UserError, first_line
+from diffusion.errors import ConfigurationError, MachineError, PreemptedError, UserError, explained_writes, first_line
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Addresses that other machines cannot reach."""
@@ -137,6 +138,19 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 1")
     return int(text)
+
+
+def output_file(text: str) -> Path:
+    """Read a file to write, as the `type` of an argument; a MachineError, before any work, if that is not possible."""
+    path = Path(text)
+    if rank() == 0:
+        with explained_writes(text):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            is_new = not path.exists()
+            path.open("ab").close()
+            if is_new:
+                path.unlink()
+    return path
 
 
 def duration(text: str) -> float:

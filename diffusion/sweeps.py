@@ -64,17 +64,35 @@ def read_sweep(path: Path) -> Sweep:
             f"{path}: method {sweep['method']} or early_terminate needs wandb's server: `wandb sweep {path}` and "
             "`wandb agent`; method grid and random run here"
         )
+    kinds: dict[str, tuple[type, str]] = {
+        "program": (str, "a text"),
+        "name": (str, "a text"),
+        "run_cap": (int, "a whole number"),
+        "command": (list, "a list"),
+        "metric": (Mapping, "a group of keys"),
+        "parameters": (Mapping, "a group of keys"),
+    }
+    for name, (kind, words) in kinds.items():
+        if name in sweep and not isinstance(sweep[name], kind):
+            raise ConfigurationError(f"{path}: {name} is {sweep[name]!r}, and must be {words}")
+    if sweep.get("run_cap", 1) < 1:
+        raise ConfigurationError(f"{path}: run_cap is {sweep['run_cap']}, and must be at least 1")
     if not sweep.get("parameters") or "${args_no_hyphens}" not in sweep.get("command", ()):
         raise ConfigurationError(
             f"{path} needs `parameters`, which are keys of the configuration, and a `command` that passes them on: "
             "['${env}', '${interpreter}', '${program}', yamls/phase1.yaml, '${args_no_hyphens}']"
         )
-    for name in ("metric", "parameters"):
-        if not isinstance(sweep[name], Mapping):
-            raise ConfigurationError(f"{path}: {name} must be a group of keys")
     for key, parameter in sweep["parameters"].items():
-        if not isinstance(parameter, Mapping) or not isinstance(parameter.get("values", []), list):
-            raise ConfigurationError(f"{path}: parameters.{key} must be a group of keys, such as {{values: [1, 2]}}")
+        if (
+            not isinstance(parameter, Mapping)
+            or not isinstance(parameter.get("values", []), list)
+            or not all(isinstance(parameter.get(limit, 0), int | float) for limit in ("min", "max"))
+        ):
+            raise ConfigurationError(
+                f"{path}: parameters.{key} must be a group of keys, such as {{values: [1, 2]}} or {{min: 1, max: 2}}"
+            )
+    if not isinstance(name := sweep["metric"].get("name", TRAIN_LOSS), str):
+        raise ConfigurationError(f"{path}: metric.name is {name!r}, and must be a text")
     if (goal := sweep["metric"].get("goal", "minimize")) not in ("minimize", "maximize"):
         raise ConfigurationError(f"{path}: metric.goal is {goal}, not minimize or maximize")
     return sweep
@@ -171,6 +189,12 @@ def run_points(points: Sequence[Point], *, num_jobs: int) -> dict[str, str]:
         return None
 
     def run(point: Point) -> None:
+        try:
+            run_locked(point)
+        except OSError as error:  # The launcher is missing, or the folder cannot be written.
+            failed[point.name] = f"not begun: {error}"
+
+    def run_locked(point: Point) -> None:
         point.folder.mkdir(parents=True, exist_ok=True)
         if (lock := wait_for_lock(point)) is None:
             return

@@ -10,13 +10,12 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffusion.config.loading import load_config
 from diffusion.distributed import agree, is_first_rank
-from diffusion.errors import UserError
-from diffusion.launch import CommandParser, run_command
+from diffusion.errors import UserError, explained_writes
+from diffusion.launch import CommandParser, output_file, run_command
 
 if TYPE_CHECKING:
     from diffusion.config.schema import Config
@@ -28,7 +27,7 @@ def doctor(arguments: Sequence[str]) -> None:
     parser = CommandParser(prog="doctor.py", description="Check machines, disks, data and ranks before a run starts.")
     parser.add_argument("config", metavar="CONFIG.yaml", help="configuration of the run")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="values that replace those of the file")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the verdicts to this file")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the verdicts to this file")
     parser.add_argument("--deep", action="store_true", help="read all shards and compare their hashes with the index")
     parser.add_argument(
         "--timeout", type=float, default=120.0, metavar="SECONDS", help="for which ranks wait for others"
@@ -41,11 +40,15 @@ def doctor(arguments: Sequence[str]) -> None:
 
     verdicts = diagnose(config, options.timeout, deep=options.deep)
     verdicts += on_each_machine(lambda: check_initial_weights(config))
-    if is_first_rank():
+
+    def report() -> None:
         print(format_table(verdicts), flush=True)
         if options.json is not None:
             rows = [asdict(verdict) for verdict in verdicts]
-            options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+            with explained_writes(options.json):
+                options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+
+    agree(lambda: report() if is_first_rank() else None)
     num_problems = sum(verdict.level is Level.problem for verdict in verdicts)
     agree(lambda: raise_number(num_problems))
 

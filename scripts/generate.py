@@ -125,7 +125,7 @@ def main() -> None:
     sign = c2pa_signer(*arguments.c2pa) if arguments.c2pa else None
     texts = rewritten(arguments, prompts)
 
-    from diffusion.evaluation.prompts import LISTING, write_listing
+    from diffusion.evaluation.prompts import GRID, LISTING, write_listing
     from diffusion.loading import load_model
     from diffusion.models.sampling import image_grid
 
@@ -152,17 +152,18 @@ def main() -> None:
             raise ConfigurationError(str(error)) from error
         assert isinstance(images, list)
         with writing():
-            (out / LISTING).unlink(missing_ok=True)  # Of other images.
+            if not rows:  # Nobody may read old and new images as one set.
+                write_listing(out, [])
             for i, image in enumerate(images, start):
                 save_marked(image, out / f"{i:05d}.png", mark, sign=sign)
                 row = {"file_name": f"{i:05d}.png", "prompt": prompts[i], "seed": seeds[i]}
                 rows.append(row if arguments.rewrite is None else {**row, "rewritten_prompt": texts[i]})
         first_images += images[: GRID_IMAGES - len(first_images)]
     with writing():
+        save_marked(image_grid(first_images, arguments.columns), out / GRID, mark, sign=sign)
         write_listing(out, rows)
-        save_marked(image_grid(first_images, arguments.columns), out / "grid.png", mark, sign=sign)
     print(f"{len(rows)} images in {out}")
-    names = {"grid.png", *(row["file_name"] for row in rows)}
+    names = {GRID, *(row["file_name"] for row in rows)}
     if others := sorted(path.name for path in out.glob("*.png") if path.name not in names):
         print(f"{out} holds {len(others)} other images ({others[0]} ...) that {LISTING} does not name: remove them or "
               "read the folder by that file", file=sys.stderr)  # fmt: skip

@@ -69,8 +69,9 @@ def main() -> None:
     from diffusion.evaluation.features import Clip
     from diffusion.evaluation.images import image_files
     from diffusion.evaluation.nearest import Pixels, compare, distances
+    from diffusion.evaluation.prompts import open_images
 
-    images = nearest_report.open_images(options.images)
+    images = open_images(options.images)
     data = nearest_report.find_data(options.data)
     training = nearest_report.open_training(data)
     validation = nearest_report.open_validation(data, options.validation)

@@ -21,8 +21,8 @@ from diffusion.config.checks import is_location
 from diffusion.config.fields import check_sections
 from diffusion.config.loading import load_config
 from diffusion.config.schema import Config
-from diffusion.errors import ConfigurationError
-from diffusion.launch import CommandParser, positive, positive_number, run_command
+from diffusion.errors import ConfigurationError, explained_writes
+from diffusion.launch import CommandParser, output_file, positive, positive_number, run_command
 
 if TYPE_CHECKING:
     from diffusion.planning.fleets import Fleet
@@ -48,7 +48,7 @@ def build_parser() -> CommandParser:
     parser.add_argument("--egress-price", type=float, default=0.0, help="dollars per TB read from the store")
     parser.add_argument("--gpu-hours-between-failures", type=positive_number, help="default: as in the published run")
     parser.add_argument("--save-seconds", type=float, default=30.0, help="stall of training for a checkpoint")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan as JSON")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the plan as JSON")
     return parser
 
 
@@ -77,7 +77,9 @@ def main(arguments: Sequence[str]) -> None:
     budgets = [make_budget(configs, chosen, **settings) for chosen in choices]
     print(format_budgets(budgets, failures))
     if options.json is not None:
-        options.json.write_text(json.dumps([asdict(budget) for budget in budgets], indent=2) + "\n", encoding="utf-8")
+        rows = [asdict(budget) for budget in budgets]
+        with explained_writes(options.json):
+            options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 
 
 def choose_fleets(words: Sequence[str], configs: Sequence[Config], fleets: "Sequence[Fleet]") -> "list[Fleet]":

@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import urlencode, urlsplit
 
 from diffusion.errors import ConfigurationError, MachineError
-from diffusion.launch import LOOPBACK, CommandParser, positive, run_command
+from diffusion.launch import LOOPBACK, CommandParser, output_file, positive, run_command
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -50,7 +50,7 @@ def parse_arguments() -> argparse.Namespace:
     command = commands.add_parser("export", help="all votes as CSV")
     command.set_defaults(run=export)
     command.add_argument("votes", type=Path)
-    command.add_argument("--out", type=Path, help="file; default: standard output")
+    command.add_argument("--out", type=output_file, help="file; default: standard output")
     return parser.parse_args()
 
 
@@ -134,7 +134,6 @@ def export(arguments: argparse.Namespace) -> None:
     if arguments.out is None:
         sys.stdout.write(text)
     else:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(text, encoding="utf-8", newline="")
 
 

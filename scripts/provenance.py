@@ -17,7 +17,7 @@ from pathlib import Path
 import yaml
 
 from diffusion.files import atomic_path, csv_text
-from diffusion.launch import CommandParser, run_command
+from diffusion.launch import CommandParser, output_file, run_command
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -25,8 +25,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
     parser.add_argument("checkpoint", help="checkpoint, or run folder (newest checkpoint)")
     parser.add_argument("--data", type=Path, help="folder of the buckets of the prepared data, such as PREPARED/train")
-    parser.add_argument("--out", type=Path, default=Path("seen.csv"), help="table to write (default: seen.csv)")
-    parser.add_argument("--summary", type=Path, metavar="FILE.md", help="summary of the training content to write")
+    parser.add_argument("--out", type=output_file, default="seen.csv", help="table to write (default: seen.csv)")
+    parser.add_argument(
+        "--summary", type=output_file, metavar="FILE.md", help="summary of the training content to write"
+    )
     return parser.parse_args()
 
 
@@ -63,7 +65,6 @@ def main() -> None:
     bad = next((found for run in runs if (found := read_bad_images(run / BAD_IMAGES))), [])
     apply_substitutes(config, folders, counts, bad)
     content = Content()
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(options.out) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
         table.writerow(["key", "source", "licence", "stream", "index", "times", "metadata"])

@@ -9,7 +9,7 @@ The run may be in progress. The page needs no network.
 import argparse
 from pathlib import Path
 
-from diffusion.launch import CommandParser, run_command
+from diffusion.launch import CommandParser, output_file, run_command
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -18,7 +18,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--phases", type=Path, nargs="+", default=[], help="run folders of later phases, in order")
     parser.add_argument("--evaluations", type=Path, nargs="+", default=[], help="other output folders of evaluate.py")
-    parser.add_argument("--out", type=Path, help="page to write (default: report.html in the last run folder)")
+    parser.add_argument("--out", type=output_file, help="page to write (default: report.html in the last run folder)")
     return parser.parse_args()
 
 
@@ -30,9 +30,9 @@ def main() -> None:
     from diffusion.reports.run_page import write_report
 
     folders = [options.run, *options.phases]
-    out = options.out or folders[-1] / REPORT
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_report(read_phases(folders), out, options.evaluations)
+    runs = read_phases(folders)
+    out = options.out or output_file(str(folders[-1] / REPORT))
+    write_report(runs, out, options.evaluations)
     print(f"wrote {out}")
 
 

@@ -143,7 +143,12 @@ def show_inventory(roots: list[str], folders: list[Path], storage_price: float |
         except UserError as error:
             print(f"{run}  is skipped: {error}")
     for path in {path for folder in folders for path in find_results(folder)}:
-        uses.setdefault(f"evaluation {path.parent.parent}", []).extend(locations_of_model(Result.read(path).path))
+        try:
+            locations = locations_of_model(Result.read(path).path)
+        except UserError as error:
+            print(f"{path}  is skipped: {error}")
+            continue
+        uses.setdefault(f"evaluation {path.parent.parent}", []).extend(locations)
     items = [item for root in roots for item in find_items(root)]
     assign_users(items, uses)
     print(*text_table(inventory_rows(items, storage_price)), sep="\n")

@@ -37,7 +37,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Run the unfinished points, print the table."""
     options = parse_arguments()
-    from diffusion.errors import MachineError
+    from diffusion.errors import MachineError, explained_writes
     from diffusion.sweeps import LOG, make_points, read_sweep, result_table, run_points
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -48,8 +48,9 @@ def main() -> None:
     points = make_points(sweep, folder, interpreter=launcher, overrides=options.overrides, seed=options.seed)
     failed = {} if options.table else run_points(points, num_jobs=options.jobs)
     table = result_table(points, sweep["metric"], failed)
-    folder.mkdir(parents=True, exist_ok=True)
-    table.to_csv(folder / "points.csv", index=False)
+    with explained_writes(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        table.to_csv(folder / "points.csv", index=False)
     print(table.to_string(index=False, na_rep="", float_format="%.4g"))
     if failed:
         listed = "\n".join(f"  - {folder / name / LOG}: {reason}" for name, reason in failed.items())

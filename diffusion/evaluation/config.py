@@ -113,7 +113,7 @@ class CompositionalConfig:
     detector: str | None = None
     """Folder of an OWL-ViT or OWLv2 model (transformers); null: the detector that comes with the suite."""
 
-    threshold: float = 0.3
+    threshold: float = bounded(0.3, min=0, max=1)
     """Minimum confidence of an object that `detector` finds."""
 
     images_per_prompt: int = bounded(4, min=1)
@@ -234,8 +234,8 @@ class EvaluationConfig:
     images: str | None = None
     """A folder of images instead of a model; its `metadata.jsonl` has their prompts."""
 
-    guidance_scales: list[float] = field(default_factory=lambda: [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
-    """Guidance scales to evaluate."""
+    guidance_scales: list[float] = bounded([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], min=0)
+    """Guidance scales to evaluate; of a pipeline from 1 on."""
 
     output_folder: str = MISSING
     """Folder of images, metrics and tables, shared by all nodes; the same command again continues."""

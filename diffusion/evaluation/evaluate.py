@@ -2,7 +2,7 @@
 
 import copy
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,10 +33,10 @@ from diffusion.evaluation.generate import (
     generate_images,
     load_generator,
 )
-from diffusion.evaluation.images import image_files, list_images
+from diffusion.evaluation.images import image_files
 from diffusion.evaluation.metrics import Metrics
 from diffusion.evaluation.object_checks import ObjectChecks
-from diffusion.evaluation.prompts import Prompt, read_listing, read_prompts
+from diffusion.evaluation.prompts import ListedImage, Prompt, open_images, read_prompts
 from diffusion.evaluation.protocol import (
     RESULTS,
     VALIDATION_LOSS,
@@ -51,6 +51,7 @@ from diffusion.evaluation.protocol import (
 from diffusion.evaluation.suites import Suite
 from diffusion.evaluation.validation_loss import validation_losses
 from diffusion.evaluation.vqa import VisionLanguageModel
+from diffusion.models.pretrained import is_pipeline
 
 TABLE = "table.md"
 IMAGES = "images"
@@ -67,10 +68,18 @@ def evaluate(config: EvaluationConfig) -> None:
         UserError: on every rank, for errors of the configuration, the data or the machine.
     """
     start_process_group()
-    evaluation = Evaluation(config=config)
     if config.images is not None:
-        evaluation.evaluate_folder(Path(config.images).expanduser())
+        folder = Path(config.images).expanduser()
+        with error_context("images"):
+            images = agree(lambda: open_images(folder))  # Before networks are loaded, which takes minutes.
+        Evaluation(config=config).evaluate_folder(folder, images)
         return
+    if is_pipeline(str(config.model)) and (low := [scale for scale in config.guidance_scales if scale < 1]):
+        raise ConfigurationError(
+            f"guidance_scales has {low}, but {config.model} is a pipeline, which has no guidance below 1: evaluate the "
+            "run that it was exported from"
+        )
+    evaluation = Evaluation(config=config)
     # Each node downloads a checkpoint of a store.
     for model in broadcast(agree(lambda: find_models(str(config.model), config.weights))):
         evaluation.evaluate(model)
@@ -81,6 +90,8 @@ class Evaluation:
     """A configured evaluation, with prompts and reference set opened and networks loaded."""
 
     config: EvaluationConfig
+    replaces: bool = False
+    """Replace results and images of a checkpoint that was written again, where they are otherwise an error."""
 
     def __post_init__(self) -> None:
         config, protocol = self.config, self.config.protocol
@@ -98,10 +109,10 @@ class Evaluation:
         with explained_writes(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
 
-    def into(self, folder: Path) -> "Evaluation":
-        """Return the same evaluation with another folder of results and images."""
+    def of_run(self, folder: Path) -> "Evaluation":
+        """Return the same evaluation with the folder of a watched run, which may write a checkpoint again."""
         other = copy.copy(self)
-        other.folder = folder
+        other.folder, other.replaces = folder, True
         return other
 
     def _read_prompts(self) -> list[Prompt]:
@@ -130,13 +141,12 @@ class Evaluation:
                 result.numbers |= validation_losses(model, generator)
                 self._write(result)
 
-    def evaluate_folder(self, folder: Path) -> None:
-        """Evaluate the images of a folder: those of its listing, or all without a listing.
+    def evaluate_folder(self, folder: Path, images: Sequence[ListedImage]) -> None:
+        """Evaluate the images of a folder.
 
         Raises:
             ConfigurationError: there are too few images, or no prompts; or the output folder has numbers of another
                 folder of that name.
-            DataError: the listing is invalid.
         """
         result = Result(name=folder.resolve().name, path=str(folder.resolve()))
 
@@ -146,13 +156,12 @@ class Evaluation:
                 raise ConfigurationError(f"{path} is of another folder of that name: choose another output_folder")
 
         on_first_rank(check)
-        listed = agree(lambda: read_listing(folder))
-        files = list_images(folder) if listed is None else [image.path for image in listed]
-        prompts = None if listed is None else [Prompt(text=one.prompt, category=one.category) for one in listed]
-        record: dict[str, Any] = {"num": len(files), "given": True}
-        if prompts is not None:
+        record: dict[str, Any] = {"num": len(images), "given": True}
+        prompts = None
+        if any(image.prompt for image in images):
+            prompts = [Prompt(text=image.prompt, category=image.category) for image in images]
             record["prompts"] = content_hash([prompt.text for prompt in prompts])
-        result.numbers = self.metrics.compute(image_files(files), prompts, record)
+        result.numbers = self.metrics.compute(image_files([image.path for image in images]), prompts, record)
         self._write(result)
 
     def _evaluate_images(self, model: EvaluatedModel, generator: Generator, scale: float) -> None:
@@ -167,7 +176,8 @@ class Evaluation:
             return
         folder = self.folder / IMAGES / result.file_name.removesuffix(".json")
         for kind, task in tasks.items():
-            files = generate_images(generator, task, folder / kind, f"{model.name} cfg {scale:g} {kind}")
+            label = f"{model.name} cfg {scale:g} {kind}"
+            files = generate_images(generator, task, folder / kind, label, replaces=self.replaces)
             if kind in self.suites:
                 judgements = folder / kind / JUDGEMENTS
                 result.numbers |= self.suites[kind].evaluate(files, records[kind], judgements)
@@ -208,6 +218,8 @@ class Evaluation:
                 return False
             found = Result.read(path)
             if found.identity != result.identity:
+                if self.replaces and found.path == result.path:
+                    return False
                 raise ConfigurationError(f"{path} is of other weights of that name: choose another output_folder")
             for name, protocol in expected.items():
                 number = found.numbers.get(name)

@@ -5,6 +5,7 @@ prompt, image of the prompt), and batches are divided by image number. So an ima
 to the bit on one kind of machine. Another batch size changes rounding errors. An interrupted generation continues.
 """
 
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -322,8 +323,12 @@ def addressed_latents(
     return normal(task.sampling.seed, Purpose.INITIAL_LATENTS, copy, prompt, shape).to(device)
 
 
-def generate_images(generator: Generator, task: GenerationTask, folder: Path, label: str) -> list[Path]:
+def generate_images(
+    generator: Generator, task: GenerationTask, folder: Path, label: str, *, replaces: bool = False
+) -> list[Path]:
     """Generate the missing images of a folder that is for this task only; collective. All ranks must see the folder.
+
+    With `replaces` the images of another model are removed.
 
     Returns:
         The files in the order of the images.
@@ -334,7 +339,7 @@ def generate_images(generator: Generator, task: GenerationTask, folder: Path, la
     """
     files = [folder / f"{image:06d}.png" for image in range(task.num_images)]
     shape = generator.latent_shape(*task.size(generator))
-    on_first_rank(lambda: _open_folder(folder, task.record(generator)))
+    on_first_rank(lambda: _open_folder(folder, task.record(generator), replaces))
 
     def find_missing() -> list[int]:
         starts = range(0, task.num_images, task.batch_size)
@@ -355,16 +360,20 @@ def generate_images(generator: Generator, task: GenerationTask, folder: Path, la
     return files
 
 
-def _open_folder(folder: Path, record: dict[str, Any]) -> None:
+def _open_folder(folder: Path, record: dict[str, Any], replaces: bool) -> None:
     """Create the folder, or check that it is of this task."""
-    if (folder / GENERATION).is_file():
-        found = read_json(folder / GENERATION)
+    found = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else None
+    if found is not None and replaces and found["model"] != record["model"]:
+        with explained_writes(folder):
+            shutil.rmtree(folder)
+    elif found is not None:
         if differing := difference(found, record):
             listed = "; ".join(differing)
             raise ConfigurationError(f"{folder} has images of another task ({listed}): choose another output_folder")
         return
     with explained_writes(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        write_listing(folder, [])
         write_json(folder / GENERATION, record)
 
 

@@ -13,7 +13,7 @@ from diffusion.datasets.provenance import licence_of
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.evaluation.images import Images, PreparedSamples, image_files, list_images
 from diffusion.evaluation.nearest import Comparison, Neighbour, distances
-from diffusion.evaluation.prompts import ListedImage, read_listing
+from diffusion.evaluation.prompts import ListedImage
 from diffusion.files import read_json, write_atomically
 from diffusion.formats.data_set import ENCODED, MANIFEST, SPLITS, PreparedManifest
 from diffusion.formats.run_folder import is_run, read_config
@@ -28,15 +28,6 @@ SHOWN = 200
 
 _SIDE = 160
 """Longer side of an image on the page, in pixels."""
-
-
-def open_images(folder: Path) -> list[ListedImage]:
-    """List the images of a folder: those of its listing with their prompts, or all without a listing."""
-    listed = read_listing(folder)
-    found = [ListedImage(path, "") for path in list_images(folder)] if listed is None else listed
-    if not found:
-        raise ConfigurationError(f"{folder} has no images: give a folder as scripts/generate.py writes it")
-    return found
 
 
 def find_data(folder: Path) -> Path:

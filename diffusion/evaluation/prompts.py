@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.evaluation.images import PreparedSamples, by_hash, smallest_hashes
+from diffusion.evaluation.images import PreparedSamples, by_hash, list_images, smallest_hashes
 from diffusion.files import write_atomically
 
 PROMPT_COLUMNS = ("prompt", "prompts", "caption", "text")
@@ -18,7 +18,10 @@ PROMPT_COLUMNS = ("prompt", "prompts", "caption", "text")
 CATEGORY_COLUMNS = ("category",)
 
 LISTING = "metadata.jsonl"
-"""Lines of `file_name`, `prompt` and further metadata of an image."""
+"""Lines of `file_name`, `prompt` and further metadata of an image; empty until all images are generated."""
+
+GRID = "grid.png"
+"""Grid of the images of a folder, which is none of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +158,7 @@ def _first_caption(samples: PreparedSamples, index: int, root: Path) -> str:
 
 
 class ListedImage(NamedTuple):
-    """An image of a folder, its prompt, and the category of the prompt."""
+    """An image of a folder, its prompt (empty without a listing), and the category of the prompt."""
 
     path: Path
     prompt: str
@@ -168,7 +171,11 @@ def write_listing(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read_listing(folder: Path) -> list[ListedImage] | None:
-    """Read the listing of a folder, None without one; a DataError if a line is invalid, or its image missing."""
+    """Read the listing of a folder, None without one.
+
+    Raises:
+        DataError: a line is invalid, an image is missing, or the images are not all generated.
+    """
     path = folder / LISTING
     if not path.is_file():
         return None
@@ -176,7 +183,25 @@ def read_listing(folder: Path) -> list[ListedImage] | None:
         lines = enumerate(path.read_text(encoding="utf-8").split("\n"), start=1)
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8: {error}") from error
-    return [_read_line(line, f"{path}, line {number}", folder) for number, line in lines if line.strip()]
+    images = [_read_line(line, f"{path}, line {number}", folder) for number, line in lines if line.strip()]
+    if not images:
+        raise DataError(f"{path} is empty: the images are being generated, or were interrupted. Generate them again")
+    return images
+
+
+def open_images(folder: Path) -> list[ListedImage]:
+    """List the images of a folder: those of its listing with their prompts, or all without a listing.
+
+    Raises:
+        ConfigurationError: there are none.
+        DataError: the listing is invalid.
+    """
+    listed = read_listing(folder)
+    if listed is None:
+        listed = [ListedImage(path, "") for path in list_images(folder) if path.name != GRID]
+    if not listed:
+        raise ConfigurationError(f"{folder} has no images: give a folder as scripts/generate.py writes it")
+    return listed
 
 
 def _read_line(line: str, where: str, folder: Path) -> ListedImage:

@@ -23,7 +23,7 @@ from typing import Any
 from diffusion import storage
 from diffusion.callbacks.loggers import starting_wandb
 from diffusion.checkpointing.find import find_damage
-from diffusion.checkpointing.layout import batch_of, is_half_written, list_checkpoints, remove_copy
+from diffusion.checkpointing.layout import CHECKPOINT_INDEX, batch_of, list_checkpoints, remove_copy
 from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoints
 from diffusion.config.checks import planned_steps
 from diffusion.config.schema import Config
@@ -146,7 +146,7 @@ class Watcher:
     def _evaluate_weights(self, run: "WatchedRun", name: str, copy: Path) -> str | None:
         """Evaluate each of the weights of a checkpoint; return the errors if none could be evaluated."""
         assert self.evaluation is not None
-        evaluation, problems = self.evaluation.into(run.folder), []
+        evaluation, problems = self.evaluation.of_run(run.folder), []
         models = checkpoint_models(copy, self.config.weights)
         for model in models:
             try:
@@ -185,6 +185,9 @@ class LedgerEntry:
     group: str | None
     output_folder: str | None
 
+    identity: str | None = None
+    """Identity of its files; None in ledgers of earlier versions."""
+
 
 def read_ledger(folder: Path, run: str, known: Mapping[str, LedgerEntry] | None = None) -> dict[str, LedgerEntry]:
     """Read the entries of a ledger by the names of checkpoints (`ep0-ba100`), except for those that are known.
@@ -204,6 +207,13 @@ def read_ledger(folder: Path, run: str, known: Mapping[str, LedgerEntry] | None 
     return entries
 
 
+def current_entries(entries: Mapping[str, LedgerEntry], identities: Mapping[str, str]) -> dict[str, LedgerEntry]:
+    """Entries without those of checkpoints that a run has removed and written again, as after a rollback."""
+    return {
+        name: entry for name, entry in entries.items() if entry.identity in (None, identities.get(name, entry.identity))
+    }
+
+
 class WatchedRun:
     """A run, what is recorded of it in its output folder, and its checkpoints to evaluate; for the first rank.
 
@@ -213,6 +223,9 @@ class WatchedRun:
     def __init__(self, uri: str, folder: Path) -> None:
         self.uri, self.folder, self.label = uri, folder, run_label(uri)
         self.entries: dict[str, LedgerEntry] = {}
+        self.identities: dict[str, str] = {}
+        """Complete checkpoints, as `list_complete` has found them last."""
+
         self.pending: list[str] = []
         """Complete checkpoints without an entry, oldest first."""
 
@@ -229,8 +242,9 @@ class WatchedRun:
         run, checkpoints = locate(self.uri)
         # Before the list of checkpoints, which is then complete.
         finished = finished_step(run) if run is not None else None
-        names = list_complete(checkpoints)
-        self.entries = read_ledger(self.folder / LEDGER, self.uri, self.entries)
+        self.identities = list_complete(checkpoints)
+        names = list(self.identities)
+        self._update_entries()
         self.pending = [name for name in names if name not in self.entries]
         if is_url(self.uri):  # Only a run folder says when it has ended.
             self.is_finished = any(entry.is_last for entry in self.entries.values())
@@ -238,10 +252,17 @@ class WatchedRun:
             self.is_finished = finished is not None and (not names or step_of(names[-1]) <= finished)
         self._summarise()
 
+    def _update_entries(self) -> None:
+        known = current_entries(self.entries, self.identities)
+        found = read_ledger(self.folder / LEDGER, self.uri, known)
+        self.entries = current_entries(found, self.identities)
+
     def _summarise(self) -> None:
         """Write table and metrics file again after new entries: another watcher may have written them without these."""
         steps = {entry.step for entry in self.entries.values() if entry.skipped is None}
         state = list(self.entries), self.pending
+        if not steps:
+            self.rows = []
         if not steps or state == self._summarised:
             return
         rows = [row for row in rows_of(read_results([self.folder])) if row["step"] in steps]
@@ -254,9 +275,11 @@ class WatchedRun:
     def acquire(self, name: str) -> Lease | None:
         """Acquire the lease of a pending checkpoint, unless another watcher evaluates or has evaluated it."""
         lease = self.applicant(name).acquire()
-        if lease is not None and self._entry(name).is_file():
-            lease.release()
-            return None
+        if lease is not None:
+            self._update_entries()
+            if name in self.entries:
+                lease.release()
+                return None
         return lease
 
     def applicant(self, name: str) -> Applicant:
@@ -282,25 +305,21 @@ class WatchedRun:
             run_name=config and config.run_name,
             group=config and config.group,
             output_folder=config and config.output_folder,
+            identity=self.identities.get(name),
         )
-        self._entry(name).parent.mkdir(parents=True, exist_ok=True)
-        write_json(self._entry(name), asdict(entry))
+        (self.folder / LEDGER).mkdir(parents=True, exist_ok=True)
+        write_json(self.folder / LEDGER / f"{name}.json", asdict(entry))
         if skipped is None:
             log.info("checkpoint %s of %s is evaluated", name, self.uri)
         else:
             log.warning("checkpoint %s of %s is skipped: %s", name, self.uri, skipped)
 
-    def _entry(self, name: str) -> Path:
-        return self.folder / LEDGER / f"{name}.json"
-
     def count(self) -> dict[str, float]:
         """Count the checkpoints as they are now, for Prometheus, in any thread."""
-        names = set(list_complete(locate(self.uri)[1]))
-        done, leased = (
-            {path.name.removesuffix(".json") for path in (self.folder / kind).glob("*.json")}
-            for kind in (LEDGER, LEASES)
-        )
-        queue = names - done
+        identities = list_complete(locate(self.uri)[1])
+        done = current_entries(read_ledger(self.folder / LEDGER, self.uri, self.entries), identities)
+        leased = {path.name.removesuffix(".json") for path in (self.folder / LEASES).glob("*.json")}
+        queue = identities.keys() - done.keys()
         return {QUEUE: len(queue), LEASED: len(queue & leased), DONE: len(done)}
 
 
@@ -324,13 +343,17 @@ def step_of(name: str) -> int:
     return batch_of(Path(name))
 
 
-def list_complete(checkpoints: str) -> list[str]:
-    """Names of the completely written checkpoints of a run, oldest first."""
+def list_complete(checkpoints: str) -> dict[str, str]:
+    """Names of the completely written checkpoints of a run, oldest first, and what changes if one is written again."""
     if is_url(checkpoints):
         remote = RemoteCheckpoints(checkpoints, timeout=READ_TIMEOUT)
-        return [found.name for found in remote.present() if found.is_complete]
-    folder = Path(checkpoints).expanduser()
-    return [path.name for path in list_checkpoints(folder) if not is_half_written(path)]
+        return {found.name: found.identity for found in remote.present() if found.is_complete}
+    identities = {}
+    for path in list_checkpoints(Path(checkpoints).expanduser()):
+        with suppress(FileNotFoundError):  # It is incomplete, or was removed meanwhile.
+            status = (path / CHECKPOINT_INDEX if path.is_dir() else path).stat()
+            identities[path.name] = f"{status.st_size} {status.st_mtime_ns}"
+    return identities
 
 
 def copy_checkpoint(checkpoints: str, name: str, folder: Path) -> str | None:

@@ -16,6 +16,7 @@ from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from diffusers.schedulers.scheduling_flow_match_heun_discrete import FlowMatchHeunDiscreteScheduler
+from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from PIL import Image
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -48,7 +49,7 @@ class DDIM(DDIMScheduler):
         self.timesteps = torch.from_numpy(timesteps.astype(np.int64)).to(device)
         self._following = dict(zip(timesteps[:-1].tolist(), timesteps[1:].tolist(), strict=True))
 
-    def step(self, model_output: Tensor, timestep: Any, sample: Tensor, *_: Any, **__: Any) -> tuple[Tensor]:
+    def step(self, model_output: Tensor, timestep: Any, sample: Tensor, *_: Any, **__: Any) -> SchedulerOutput:
         """Move to the next timestep, without noise (Song et al. 2021, equation 12 with sigma = 0)."""
         following = self._following.get(int(timestep))
         alpha = self.alphas_cumprod[int(timestep)]
@@ -61,7 +62,7 @@ class DDIM(DDIMScheduler):
         else:
             clean = alpha**0.5 * sample - beta**0.5 * model_output
             noise = alpha**0.5 * model_output + beta**0.5 * sample
-        return (alpha_next**0.5 * clean + (1 - alpha_next) ** 0.5 * noise,)
+        return SchedulerOutput(prev_sample=alpha_next**0.5 * clean + (1 - alpha_next) ** 0.5 * noise)
 
 
 class EulerScheduler(DPMSolverMultistepScheduler):
@@ -90,16 +91,16 @@ class HeunScheduler(FlowMatchHeunDiscreteScheduler):
         self.timesteps = timesteps.repeat_interleave(2)[1:-1].to(device)
         self._step_index = 0
 
-    def step(self, model_output: Tensor, timestep: Any, sample: Tensor, *_: Any, **__: Any) -> tuple[Tensor]:
+    def step(self, model_output: Tensor, timestep: Any, sample: Tensor, *_: Any, **__: Any) -> SchedulerOutput:
         """Take Euler's step to the next noise level, then repeat it with the mean of both velocities."""
         if self.state_in_first_order:
             self.sample, self.prev_derivative = sample.float(), model_output
             self.dt = float(self.sigmas[self._step_index + 1] - self.sigmas[self._step_index])
-            return ((self.sample + self.dt * model_output).to(model_output.dtype),)
+            return SchedulerOutput(prev_sample=(self.sample + self.dt * model_output).to(model_output.dtype))
         assert self.dt is not None
         corrected = self.sample + self.dt * (self.prev_derivative + model_output) / 2
         self.dt, self._step_index = None, self._step_index + 1
-        return (corrected.to(model_output.dtype),)
+        return SchedulerOutput(prev_sample=corrected.to(model_output.dtype))
 
     def scale_model_input(self, sample: Tensor, timestep: Tensor) -> Tensor:
         """Return the input of the network as it is."""

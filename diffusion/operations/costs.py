@@ -3,6 +3,7 @@
 import datetime
 import itertools
 import json
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,6 +14,8 @@ from diffusion.errors import UserError
 from diffusion.files import write_json
 from diffusion.formats.run_folder import BUDGET, COSTS
 from diffusion.reports.tables import text_table
+
+log = logging.getLogger(__name__)
 
 _ROW_BYTES = 1024
 
@@ -114,15 +117,27 @@ class CostsFile:
 
 
 def read_costs(run: Path) -> list[StartCosts]:
-    """Read the costs of the starts of a run, the current one included; truncated rows are skipped."""
+    """Read the costs of the starts of a run, the current one included; damaged rows are skipped."""
     content = (run / COSTS).read_bytes() if (run / COSTS).is_file() else b""
     starts = []
     for row in (content[offset : offset + _ROW_BYTES] for offset in range(0, len(content), _ROW_BYTES)):
         try:
-            starts.append(StartCosts(**json.loads(row)))
-        except (ValueError, TypeError):
+            starts.append(_checked(StartCosts(**json.loads(row))))
+        except ValueError:  # Truncated, as a killed process leaves it.
             continue
+        except TypeError as error:
+            log.warning("%s: a row is skipped, which is not of a start: %s", run / COSTS, error)
     return starts
+
+
+def _checked(start: StartCosts) -> StartCosts:
+    """Return costs that were read, with 0 s of activities of later versions; a TypeError if they are no numbers."""
+    start.seconds = {**{kind.value: 0.0 for kind in Activity}, **start.seconds}
+    optional = {"price": start.price or 0.0, "peak_flops": start.peak_flops or 0.0}
+    for name, value in {**vars(start), **optional, **start.seconds}.items():
+        if name != "seconds" and not isinstance(value, int | float):
+            raise TypeError(f"{name} is {value!r}, not a number")
+    return start
 
 
 def budget_left(

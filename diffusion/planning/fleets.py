@@ -318,20 +318,32 @@ def read_fleets(path: Path) -> list[Fleet]:
     try:
         fleets = []
         for entry in json.loads(path.read_text(encoding="utf-8")):
-            rates = {int(side): float(rate) for side, rate in entry["images_per_second"].items()}
+            rates = {int(side): _amount(side, rate) for side, rate in entry["images_per_second"].items()}
             if not rates:
                 raise ValueError(f"{entry['name']} has no images_per_second")
             architecture = Architecture(entry.get("architecture", Architecture.stable_diffusion_2.value))
-            numbers = {"num_gpus": int(entry["num_gpus"]), "images_per_second": rates}
-            if (price := entry.get("price_per_gpu_hour")) is not None:
-                numbers["price_per_gpu_hour"] = float(price)
-            fleets.append(Fleet(**{**entry, **numbers, "architecture": architecture}))
+            _amount("num_gpus", entry["num_gpus"])
+            fields = {"name": str(entry["name"]), "num_gpus": int(str(entry["num_gpus"])), "images_per_second": rates}
+            for name in ("price_per_gpu_hour", "gpu_memory_bytes", "deviation"):
+                if (value := entry.get(name)) is not None:
+                    fields[name] = _amount(name, value, may_be_zero=name != "gpu_memory_bytes")
+            fleets.append(Fleet(**{**entry, **fields, "architecture": architecture}))
+        if not fleets:
+            raise ValueError("it is empty")
         return fleets
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(
             f'{path} is not a list of fleets ({error}): give e.g. [{{"name": "ours", "num_gpus": 64, '
             '"price_per_gpu_hour": 3.5, "images_per_second": {"256": 30000, "512": 8000}}]'
         ) from error
+
+
+def _amount(name: str, value: Any, *, may_be_zero: bool = False) -> float:
+    """Return a finite number above 0, given as a number or text; anything else is a ValueError."""
+    number = float(value)
+    if not math.isfinite(number) or number < 0 or (number == 0 and not may_be_zero):
+        raise ValueError(f"{name} is {value}")
+    return number
 
 
 def fleets_from_benchmark(
@@ -358,7 +370,7 @@ def fleets_from_benchmark(
         ]
         machine, architecture = rows[0]["machine"], Architecture(rows[0]["architecture"])
         deviation = max(row["deviation"] for row in best.values())
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigurationError(
             f"{path} holds no steps of the Trainer ({error}): make it with `python -m benchmarks step --out FOLDER`"
         ) from error

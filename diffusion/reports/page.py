@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from PIL import Image
 
+from diffusion.errors import explained_writes
 from diffusion.files import write_atomically
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -16,8 +17,10 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def write_page(path: Path, template: Path, values: Mapping[str, Any]) -> None:
-    """Render a template as `render_page` does and write the page atomically."""
-    write_atomically(path, render_page(template, values))
+    """Render a template as `render_page` does and write the page atomically; a MachineError if that fails."""
+    page = render_page(template, values)
+    with explained_writes(path):
+        write_atomically(path, page)
 
 
 def render_page(template: Path, values: Mapping[str, Any]) -> str:

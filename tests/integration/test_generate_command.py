@@ -11,7 +11,8 @@ import torch
 from PIL import Image
 
 from diffusion.config.frozen import FrozenPaths
-from diffusion.errors import ConfigurationError, MachineError
+from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.evaluation.prompts import open_images
 from diffusion.formats.marks import SOURCE_TYPE
 from diffusion.launch import choose_device
 from diffusion.models import LatentDiffusion, tiny
@@ -81,14 +82,20 @@ def test_each_batch_is_written_at_once_and_the_listing_last(command, model, tmp_
 
     def generate(prompts: list[str], *arguments, **options) -> list[Image.Image]:
         batches.append(sorted(path.name for path in out.iterdir()))
+        if len(batches) % 2 == 0:
+            with pytest.raises(DataError, match="interrupted"):
+                open_images(out)
         return [Image.new("RGB", (8, 8))] * len(prompts)
 
     monkeypatch.setattr(model, "generate", generate)
     command("--images-per-prompt", "3", "--batch-size", "2")
-    assert (out / "metadata.jsonl").is_file()
-    command("--images-per-prompt", "3", "--batch-size", "2")
     images = [f"{i:05d}.png" for i in range(3)]
-    assert batches == [[], images[:2], [*images, "grid.png", "metadata.jsonl"], [*images, "grid.png"]]
+    assert [image.path.name for image in open_images(out)] == images
+    command("--images-per-prompt", "3", "--batch-size", "2")
+    whole = [*images, "grid.png", "metadata.jsonl"]
+    assert batches == [[], [*images[:2], "metadata.jsonl"], whole, whole]
+    (out / "metadata.jsonl").unlink()
+    assert [image.path.name for image in open_images(out)] == images
     assert capsys.readouterr().err == ""
     command("--images-per-prompt", "2")
     assert "holds 1 other images (00002.png" in capsys.readouterr().err

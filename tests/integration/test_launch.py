@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -173,6 +174,29 @@ def test_torchrun_names_the_node_for_composer(monkeypatch):
 def test_mistakes_on_the_command_line(arguments, message):
     with pytest.raises(ConfigurationError, match=message):
         train_command(arguments, say=lambda text: None)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["provenance.py", "RUN", "--out"],
+        ["provenance.py", "RUN", "--summary"],
+        ["report.py", "RUN", "--out"],
+        ["plan.py", "RUN.yaml", "--json"],
+        ["doctor.py", "RUN.yaml", "--json"],
+        ["preference.py", "export", "VOTES", "--out"],
+    ],
+    ids=" ".join,
+)
+def test_a_file_that_cannot_be_written_is_named_before_any_work(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    (tmp_path / "file").write_text("kept")
+    for out in (tmp_path, tmp_path / "file" / "below"):
+        monkeypatch.setattr(sys, "argv", [*command, str(out)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / "scripts" / command[0]), run_name="__main__")
+        assert ended.value.code == 2
+        assert f"MachineError: {out} cannot be written" in capsys.readouterr().err
 
 
 PARENT = """\

@@ -8,6 +8,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline
+from huggingface_hub import HfApi
 from PIL import Image
 from torch import Tensor, nn
 
@@ -16,8 +17,8 @@ from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.read import read_weights
 from diffusion.cli import train_command
 from diffusion.config.loading import load_config
-from diffusion.errors import ConfigurationError
-from diffusion.export import ExportLayout, export
+from diffusion.errors import ConfigurationError, MachineError
+from diffusion.export import ExportLayout, export, push_to_hub
 from diffusion.formats.marks import SOURCE_TYPE
 from diffusion.loading import Trained, load_model
 from diffusion.models.architectures import TINY, build_vae
@@ -163,6 +164,16 @@ def test_an_upload_holds_the_bytes_of_the_export(runs, hub, export_script, monke
     assert hub.files["someone/drawings"][one.name] == one.read_bytes()
     output = "".join(capfd.readouterr())
     assert f"{hub.endpoint}/someone/drawings/commit/" in output and TOKEN not in output
+
+
+def test_an_interrupted_upload_is_continued_without_another_export(monkeypatch, tmp_path):
+    def upload_folder(*_: object, **__: object) -> None:
+        raise ConnectionError("reset by peer")
+
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    with pytest.raises(MachineError, match=rf"hf upload someone/drawings '{tmp_path}/a folder'"):
+        (tmp_path / "a folder").mkdir()
+        push_to_hub(tmp_path / "a folder", "someone/drawings")
 
 
 @pytest.mark.parametrize("problem", ["token", "name", "network"])

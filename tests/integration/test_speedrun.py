@@ -40,6 +40,10 @@ def write_drawings(folder: Path) -> None:
 def test_one_command_makes_scores_and_grids(tmp_path: Path) -> None:
     write_drawings(tmp_path / "styles")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    earlier = tmp_path / "out" / "evaluation" / "images" / "ep0-ba5-ema-cfg2" / "prompts"  # Of a shorter training.
+    earlier.mkdir(parents=True)
+    Image.new("RGB", (32, 32)).save(earlier / "000000.png")
+    (tmp_path / "out" / "seconds.txt").write_text("scores 9\n")
     command = ["bash", "benchmarks/speedrun.sh", str(tmp_path / "styles"), str(tmp_path / "out"), "cpu"]
     lengths = {"VAE_STEPS": "40", "STEPS": "40", "OMP_NUM_THREADS": "1", "PATH": path}
     done = subprocess.run(
@@ -50,6 +54,6 @@ def test_one_command_makes_scores_and_grids(tmp_path: Path) -> None:
     result = json.loads((out / "held_out.json").read_text())
     assert result["images"] == NUM_CONCEPTS // 2
     steps = [line.split()[0] for line in (out / "seconds.txt").read_text().splitlines()]
-    assert steps == ["prepare", "autoencoder", "encode", "transformer", "evaluate", "scores"]
+    assert steps == ["scores", "prepare", "autoencoder", "encode", "transformer", "evaluate", "scores"]
     assert Image.open(out / "grid.png").size == (150 + 3 * 32, 20 + 8 * 32)
     assert len((out / "evaluation" / "table.md").read_text().splitlines()) == 3

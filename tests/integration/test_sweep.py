@@ -117,6 +117,10 @@ def test_launched_points_run_side_by_side_and_failures_are_told(tmp_path):
         "killed": -9,
     }
     assert (tmp_path / "wrong" / "sweep.log").read_text() == "no data\n"
+    absent = Point(name="absent", values={}, folder=tmp_path / "absent", command=["no-such-launcher"])
+    others = points(tmp_path, {"next": finish("next", "a")})
+    failed = run_points([absent, *others], num_jobs=1)
+    assert failed.keys() == {"absent"} and "no-such-launcher" in failed["absent"]
 
 
 def test_the_command_names_the_points_that_failed_and_begins_the_others(tmp_path, monkeypatch, capsys):

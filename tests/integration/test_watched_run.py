@@ -20,10 +20,10 @@ from tests.tools.s3_server import s3_process, s3_server
 __all__ = ["s3_process", "s3_server"]
 
 
-def write_checkpoint(path: Path) -> Path:
+def write_checkpoint(path: Path, **state: str | None) -> Path:
     """A file that is whole, as a run with DDP writes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"state": {}}, path)
+    torch.save({"state": state}, path)
     return path
 
 
@@ -33,12 +33,12 @@ def test_a_copy_of_a_checkpoint_stays_when_the_run_removes_its_own(tmp_path):
         write_checkpoint(Path(checkpoints, f"ep0-ba{step}.pt"))
     Path(checkpoints, "ep0-ba12").mkdir()
     Path(checkpoints, "ep0-ba12", "__0_0.distcp").write_bytes(b"half")
-    assert list_complete(checkpoints) == ["ep0-ba2.pt", "ep0-ba10.pt"]
+    assert list(list_complete(checkpoints)) == ["ep0-ba2.pt", "ep0-ba10.pt"]
     assert copy_checkpoint(checkpoints, "ep0-ba2.pt", tmp_path / "copies") is None
     assert copy_checkpoint(checkpoints, "ep0-ba12", tmp_path / "copies") is not None
     shutil.rmtree(checkpoints)
     assert torch.load(tmp_path / "copies" / "ep0-ba2.pt", weights_only=True) == {"state": {}}
-    assert list_complete(checkpoints) == []
+    assert list_complete(checkpoints) == {}
     assert copy_checkpoint(checkpoints, "ep0-ba10.pt", tmp_path / "copies") is not None
     assert [path.name for path in (tmp_path / "copies").iterdir()] == ["ep0-ba2.pt"]
 
@@ -63,7 +63,7 @@ def test_checkpoints_in_a_store_are_downloaded_and_removed_ones_are_skipped(tmp_
     url = "s3://tests/followed/checkpoints"
     storage.upload(write_checkpoint(tmp_path / "ep0-ba2.pt"), f"{url}/ep0-ba2.pt")
     storage.write(f"{url}/ep0-ba4/__0_0.distcp", b"half")
-    assert list_complete(url) == ["ep0-ba2.pt"]
+    assert list(list_complete(url)) == ["ep0-ba2.pt"]
     assert copy_checkpoint(url, "ep0-ba2.pt", tmp_path / "copies") is None
     assert torch.load(tmp_path / "copies" / "ep0-ba2.pt", weights_only=True) == {"state": {}}
     storage.delete([f"{url}/ep0-ba2.pt"])
@@ -106,6 +106,25 @@ def test_a_checkpoint_is_evaluated_by_one_watcher_and_counted(watched):
     assert other.acquire("ep0-ba2.pt") is None
     assert other.acquire("ep0-ba4.pt") is not None
     assert watched.count() == {QUEUE: 1, LEASED: 1, DONE: 1}
+
+
+def test_a_checkpoint_that_a_rollback_has_removed_and_written_again_is_evaluated_again(watched):
+    other = WatchedRun(watched.uri, watched.folder)
+    path, (name, _) = Path(watched.uri, "checkpoints", "ep0-ba2.pt"), watched.pending
+    for skipped in ("it was removed before it could be read", None):
+        path.unlink()
+        write_checkpoint(path, skipped=skipped)
+        for run in (watched, other):
+            run.update()
+            assert run.pending[0] == name
+        lease = watched.acquire(name)
+        watched.record(name, skipped, None)
+        lease.release()
+        assert other.acquire(name) is None
+        assert watched.count() == {QUEUE: 1, LEASED: 0, DONE: 1}
+    entry = watched.folder / LEDGER / f"{name}.json"  # As earlier versions have written it.
+    write_json(entry, {key: value for key, value in json.loads(entry.read_text()).items() if key != "identity"})
+    assert WatchedRun(watched.uri, watched.folder).count()[DONE] == 1
 
 
 def test_the_lease_of_a_watcher_on_another_host_runs_out_unless_it_is_renewed(watched, monkeypatch):

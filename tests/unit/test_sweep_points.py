@@ -99,6 +99,13 @@ def test_a_point_has_the_same_name_wherever_it_comes(tmp_path):
         ("metric: loss\nparameters: {seed: {values: [1]}}\n", "metric"),
         ("metric: {goal: maximise}\nparameters: {seed: {values: [1]}}\n", "maximise"),
         ("parameters: {seed: [1, 2]}\n", "parameters.seed"),
+        ("method: random\nrun_cap: 2.5\nparameters: {seed: {min: 1, max: 3}}\n", "run_cap"),
+        ("method: random\nrun_cap: 0\nparameters: {seed: {min: 1, max: 3}}\n", "run_cap"),
+        ("method: random\nrun_cap: 2\nparameters: {seed: {min: a, max: 3}}\n", "parameters.seed"),
+        ("name: 5\nparameters: {seed: {values: [1]}}\n", "name"),
+        ("program: null\nparameters: {seed: {values: [1]}}\n", "program"),
+        ("metric: {name: [a]}\nparameters: {seed: {values: [1]}}\n", "metric.name"),
+        ("parameters: 5\n", "parameters"),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(tmp_path, text, key):

@@ -6,6 +6,7 @@ from diffusion.config.fields import check_sections
 from diffusion.config.loading import load
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.config import DpgConfig, EvaluationConfig, Metric
+from diffusion.evaluation.evaluate import evaluate
 
 
 def test_configurations_that_ship_load_and_impossible_ones_are_rejected(tmp_path):
@@ -26,6 +27,30 @@ def test_configurations_that_ship_load_and_impossible_ones_are_rejected(tmp_path
     config.images, config.guidance_scales = "y", [1.0, 1.0]
     with pytest.raises(ConfigurationError, match=r"(?s)model=.*protocol\.dpg.*guidance_scales"):
         check_sections(config)
+
+
+@pytest.mark.parametrize("scale", ["-1", ".nan", ".inf"])
+def test_a_guidance_scale_is_a_number_from_0_on(scale):
+    config = load(EvaluationConfig, "tests/tools/toy_evaluation.yaml", ["model=x", f"guidance_scales=[1, {scale}]"])
+    with pytest.raises(ConfigurationError, match=r"guidance_scales\.1"):
+        check_sections(config)
+
+
+def test_scales_that_pipelines_take_for_others_are_rejected_before_networks_are_loaded(tmp_path):
+    (tmp_path / "model_index.json").write_text("{}")
+    config = EvaluationConfig(model=str(tmp_path), output_folder=str(tmp_path / "out"), guidance_scales=[0.0, 0.5, 1.0])
+    with pytest.raises(ConfigurationError, match=r"\[0\.0, 0\.5\]"):
+        evaluate(config)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["absent", "empty"])
+def test_a_folder_without_images_is_named_before_networks_are_loaded(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    config = EvaluationConfig(images=str(tmp_path / name), output_folder=str(tmp_path / "out"))
+    with pytest.raises(ConfigurationError, match=f"images: .*{name}"):
+        evaluate(config)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion.config.model import Architecture, FlowConfig, PredictionType, Sampler
+from demo.shape_checks import shape_checks
+from diffusion.config.model import Architecture, FlowConfig, ObjectiveConfig, PredictionType, Sampler
+from diffusion.config.training import Device
 from diffusion.errors import ConfigurationError
-from diffusion.evaluation.config import SamplingConfig
+from diffusion.evaluation.config import CompositionalConfig, EvaluationConfig, ProtocolConfig, SamplingConfig
+from diffusion.evaluation.evaluate import IMAGES, Evaluation
 from diffusion.evaluation.generate import (
+    GENERATION,
     CheckpointGenerator,
     EvaluatedModel,
     GenerationTask,
@@ -23,31 +27,42 @@ from diffusion.evaluation.generate import (
 )
 from diffusion.evaluation.images import image_files
 from diffusion.evaluation.prompts import Prompt
+from diffusion.evaluation.protocol import read_results
+from diffusion.files import read_json
+from diffusion.models import build_model
 from diffusion.models.latent_diffusion import LatentDiffusion
 from tests.tools.image_marks import read_mark
 from tests.tools.pipelines import write_model
+from tests.unit.models import test_latents
 from tests.unit.models.test_pretrained import build
 
 CPU = torch.device("cpu")
 
 
 CASES = {
-    "zero-terminal": (Architecture.tiny, {"zero_terminal_snr": True}),
-    "not-zero-terminal": (Architecture.tiny, {}),
-    "flow": (Architecture.tiny, {"prediction_type": PredictionType.flow, "flow": FlowConfig(shift=2.0)}),
-    "xl": (Architecture.tiny_xl, {}),
+    "zero-terminal": lambda: build(Architecture.tiny, zero_terminal_snr=True),
+    "not-zero-terminal": lambda: build(Architecture.tiny),
+    "flow": lambda: build(Architecture.tiny, prediction_type=PredictionType.flow, flow=FlowConfig(shift=2.0)),
+    "xl": lambda: build(Architecture.tiny_xl),
+    "transformer": lambda: test_latents.build(test_latents.configured(Architecture.tiny_transformer)),
+    "transformer-v": lambda: build_model(
+        test_latents.configured(Architecture.tiny_transformer),
+        ObjectiveConfig(prediction_type=PredictionType.v_prediction),
+        resolution=32,
+        seed=17,
+    ).eval(),
+    "pixels": lambda: test_latents.build(test_latents.configured(Architecture.tiny_pixel_transformer)),
 }
 
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=list(CASES))
 def model(request: pytest.FixtureRequest) -> LatentDiffusion:
-    architecture, objective = request.param
-    return build(architecture, **objective)
+    return request.param()
 
 
 @pytest.fixture(scope="module")
 def folder(model: LatentDiffusion, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(model, tmp_path_factory.mktemp("exported") / "pipeline")
+    return write_model(model, tmp_path_factory.mktemp("exported") / "pipeline", resolution=32)
 
 
 def generated(generator: Generator, folder: Path, scale: float, sampler: Sampler | None) -> np.ndarray:
@@ -77,8 +92,34 @@ def test_its_images_are_those_of_the_model(model: LatentDiffusion, folder: Path,
         assert np.abs(images["pipeline"][0] - images["pipeline"][1]).max() > 10, "two noises, one image"
 
 
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_run_may_write_a_checkpoint_again(tmp_path, monkeypatch, is_interrupted):
+    checks = shape_checks()[:1]
+    monkeypatch.setattr("demo.shape_checks.shape_checks", lambda: checks)
+    suite = CompositionalConfig(suite="demo.shape_checks.shapes", images_per_prompt=1)
+    sampling = SamplingConfig(num_inference_steps=1)
+    protocol = ProtocolConfig(metrics=[], compositional=suite, sampling=sampling)
+    out = tmp_path / "out"
+    config = EvaluationConfig(output_folder=str(out), protocol=protocol, guidance_scales=[1.0], device=Device.cpu)
+    evaluation, model = Evaluation(config=config), build(Architecture.tiny)
+    (subject,) = find_models(str(write_model(model, tmp_path / "pipeline")), [])
+    evaluation.evaluate(subject)
+    with torch.no_grad():
+        next(model.network.parameters()).add_(1.0)
+    write_model(model, tmp_path / "pipeline")
+    if is_interrupted:
+        shutil.rmtree(out / "results")
+    with pytest.raises(ConfigurationError, match="another task" if is_interrupted else "other weights"):
+        evaluation.evaluate(subject)
+    evaluation.of_run(out).evaluate(subject)
+    (result,) = read_results([out])
+    assert result.identity == load_generator(subject, CPU).mark.version
+    (record,) = (out / IMAGES).rglob(GENERATION)
+    assert read_json(record)["model"] == result.identity
+
+
 def test_a_size_that_the_vae_cannot_make_is_an_error(folder: Path) -> None:
-    with pytest.raises(ConfigurationError, match="multiples of 4"):
+    with pytest.raises(ConfigurationError, match="multiples of "):
         PipelineGenerator(folder, CPU).latent_shape(34, 32)
 
 

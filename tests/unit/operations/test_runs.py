@@ -90,6 +90,33 @@ def test_runs_are_found_and_each_says_how_it_stands(tmp_path, capsys):
         find_runs([tmp_path / "absent"])
 
 
+def test_a_damaged_file_hides_no_run(tmp_path, capsys, caplog):
+    whole = {"began": 0, "ended": 1, "num_devices": 1, "step": 0, "reached": 7}
+    seconds = {kind.value: 3600.0 for kind in Activity}
+    rows = [
+        {**whole, "seconds": {"training": 3600.0}},  # Of a version with fewer activities.
+        {**whole, "seconds": seconds, "reached": None},
+        {**whole, "seconds": [1]},
+        {**whole, "seconds": seconds},
+    ]
+    write_run(tmp_path / "a")
+    (tmp_path / "a" / COSTS).write_text("".join(f"{json.dumps(row):1023}\n" for row in rows))
+    runs_command.show_list([tmp_path])
+    assert capsys.readouterr().out.splitlines()[1].split()[2:] == ["7", "2", f"{len(seconds) + 1:.2f}", "-"]
+    assert caplog.text.count(str(tmp_path / "a" / COSTS)) == 2
+    for name in ("foreign", "judged"):
+        (tmp_path / name / "results").mkdir(parents=True)
+    (tmp_path / "foreign/results/scores.json").write_text("[1, 2]")
+    result = {"path": str(tmp_path / "a"), "name": "a", "numbers": {}, "protocols": {}}
+    (tmp_path / "judged/results/a.json").write_text(json.dumps(result))
+    (tmp_path / "a" / "checkpoints").mkdir()
+    (tmp_path / "a" / "checkpoints" / "ep0-ba1.pt").touch()
+    runs_command.show_inventory([str(tmp_path)], [tmp_path], None)
+    shown = capsys.readouterr().out
+    assert f"{tmp_path}/foreign/results/scores.json  is skipped" in shown
+    assert f"evaluation {tmp_path}/judged" in shown
+
+
 def test_a_run_of_another_machine_is_at_work_while_its_lease_is_renewed(tmp_path):
     run = tmp_path / "run"
     config = write_run(run, f"operations.heartbeat_folder={tmp_path / 'of_another_machine'}")

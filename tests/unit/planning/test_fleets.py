@@ -192,6 +192,17 @@ def test_fleets_from_files(tmp_path):
     path.write_text('[{"name": "ours"}]')
     with pytest.raises(ConfigurationError, match=str(path)):
         read_fleets(path)
+    wrong = ({"num_gpus": 0}, {"num_gpus": 2.5}, {"images_per_second": {"256": 0}}, {"gpu_memory_bytes": 0},
+             {"gpu_memory_bytes": "80 GB"}, {"price_per_gpu_hour": -1}, {"num_gpus": math.nan})  # fmt: skip
+    for one in wrong:
+        path.write_text(json.dumps([{"name": "ours", **texts, **one}]))
+        with pytest.raises(ConfigurationError, match=str(path)):
+            read_fleets(path)
+    path.write_text(json.dumps([{"name": "ours", **texts, "gpu_memory_bytes": "80e9"}]))
+    assert read_fleets(path)[0].gpu_memory_bytes == 80e9
+    path.write_text("[]")
+    with pytest.raises(ConfigurationError, match="empty"):
+        read_fleets(path)
 
     def measured(name: str, kind: str, size: int, rate: float) -> str:
         parameters = {"architecture": "stable_diffusion_2", "resolution": 256, "microbatch_size": size}
