@@ -277,7 +277,7 @@ def build_training_model(config: Config, device: Device, *, is_new: bool = True)
     if is_new and config.init_from is not None:
         check_objective(config)
         with error_context("init_from.checkpoint"):
-            initial = read_initial(config.init_from, model)
+            initial = read_initial(config, model)
             load_weights(model, initial, config.init_from.checkpoint)
     adapt(model.network, model.ingredients, initial, config.seed)
     return model
