@@ -149,6 +149,13 @@ def test_every_key_has_an_effect_and_those_that_are_refused_are_named(task, tmp_
     assert "task" in refused_keys(before, {**before, "task": changed("task", task.value)}, tmp_path)
 
 
+def test_averages_are_not_switched_off_once_they_have_begun(tmp_path):
+    """Switched on again, they would count from another step, beside those stored before."""
+    on, off = (to_dict(load_config(TASKS[Task.diffusion], given)) for given in ([], ["algorithms.ema=null"]))
+    assert refused_keys(on, off, tmp_path, "LateStartEMA") == {"algorithms.ema"}
+    assert refused_keys(on, off, tmp_path) == refused_keys(off, on, tmp_path) == set()
+
+
 @pytest.mark.parametrize("folders", [("null", "new"), ("old", "null"), ("old", "new")])
 def test_a_run_does_not_begin_anew_where_its_checkpoints_are_looked_for_elsewhere(folders, tmp_path):
     before, now = (f"trainer.checkpoint_folder={one if one == 'null' else tmp_path / one}" for one in folders)
