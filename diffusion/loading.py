@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from torch import Tensor
 
@@ -22,12 +23,14 @@ from diffusion.config.schema import Config, Task
 from diffusion.ema.posthoc import AVERAGE_SUFFIX
 from diffusion.errors import ConfigurationError, UserError, error_context
 from diffusion.formats.run_folder import CONFIG, STARTS
+from diffusion.models.architectures import build_network
 from diffusion.models.build import build_model, load_weights
 from diffusion.models.ingredients import find_ingredients, merged
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.ldm_layout import read_single_file
 from diffusion.models.model_folders import check_exists
 from diffusion.models.pretrained import (
+    check_config,
     check_identities,
     is_pipeline,
     is_single_file,
@@ -187,7 +190,23 @@ def read_initial(config: Config, model: LatentDiffusion) -> dict[str, Tensor]:
     stored = read_weights(checkpoint, config.init_from.weights, is_checked=True)
     before, named = load_config_of(checkpoint).model, {one.path for one in config.model.ingredients}
     before = replace(before, ingredients=[one for one in before.ingredients if one.path in named])
+    _check_meaning(before, config.model, model, str(checkpoint))
     return used_weights(merged(stored, before), before, model)
+
+
+def _check_meaning(before: ModelConfig, now: ModelConfig, model: LatentDiffusion, source: str) -> None:
+    """Reject settings that change what weights of the same shapes mean."""
+    with torch.device("meta"):
+        there = build_network(replace(now, architecture=before.architecture, network=before.network))
+    if type(there) is type(model.network):  # Else names differ.
+        check_config(there, model.network, source, "model.network")
+    sections = before.ingredient_sections
+    for key, section in now.ingredient_sections.items():
+        if key in sections and sections[key].inputs != section.inputs:
+            raise ConfigurationError(
+                f"{source}: model.{key} takes {sections[key].inputs} there and {section.inputs} here. Set it as the "
+                "weights were trained"
+            )
 
 
 def used_weights(weights: dict[str, Tensor], config: ModelConfig, model: LatentDiffusion) -> dict[str, Tensor]:
