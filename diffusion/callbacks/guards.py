@@ -142,6 +142,11 @@ class BadImageGuard(Callback):
         self._listed: set[tuple[str, int]] | None = None
         """Stream and index of each image in the file; None until it is needed."""
 
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Continue the counts of earlier starts: a worker judges by them, too."""
+        known = on_first_rank(lambda: read_bad_images(self.path))
+        self.dataset.bad_images.continue_from(known, self._num_read(state))
+
     def batch_end(self, state: State, logger: Logger) -> None:
         """Exchange at the end of each interval; a DataError on all ranks if too many images are bad."""
         if state.timestamp.batch.value % self.interval == 0:
@@ -159,9 +164,12 @@ class BadImageGuard(Callback):
     def _exchange(self, state: State) -> None:
         images: list[list[BadImage]] = dist.all_gather_object(self.dataset.bad_images.take())
         if new := [image for of_rank in images for image in of_rank]:
-            num_read = min(state.timestamp.sample.value, self.dataset.num_samples)
+            num_read = self._num_read(state)
             is_first = dist.get_global_rank() == 0
             agree(lambda: check_bad_images(self._list(new), num_read, str(new[-1])) if is_first else None)
+
+    def _num_read(self, state: State) -> int:
+        return min(state.timestamp.sample.value, self.dataset.num_samples)
 
     def _list(self, images: Sequence[BadImage]) -> int:
         """Append the images that are not in the file; return the number in the file."""
