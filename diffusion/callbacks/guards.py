@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -35,6 +36,10 @@ SKIPPED = "guard/skipped"
 """Metric: 1 for a step whose update was skipped."""
 
 
+STEADY_TERMS = tuple(f"loss/train/{name}" for name in ("diffusion", "l1", "l2", "perceptual"))
+"""Terms of the loss that are positive in all steps: if there are any, a spike is one of their sum."""
+
+
 class RolledBackError(PreemptedError):
     """The run ends on all ranks, and rolls back when it is started again."""
 
@@ -53,7 +58,7 @@ class LossGuard(Callback):
         self._record: list[Rollback] = []
         self._rolled_back: set[int] = set()
         self._before: deque[float] = deque(maxlen=guard.spike_window)
-        self._unchecked: tuple[int, SupportsFloat] | None = None
+        self._unchecked: tuple[int, SupportsFloat, list[SupportsFloat]] | None = None
 
     @property
     def _skipped(self) -> set[int]:
@@ -75,8 +80,9 @@ class LossGuard(Callback):
     def batch_end(self, state: State, logger: Logger) -> None:
         """Check the loss of the step, or that of the step before, as `check` does."""
         self.check(state)
-        loss = state.total_loss_dict[TRAIN_LOSS]
-        self._unchecked = state.timestamp.batch.value - 1, loss
+        losses = state.total_loss_dict
+        loss, terms = losses[TRAIN_LOSS], [losses[name] for name in STEADY_TERMS if name in losses]
+        self._unchecked = state.timestamp.batch.value - 1, loss, terms
         if not isinstance(loss, HostNumber):
             self.check(state)
 
@@ -89,7 +95,10 @@ class LossGuard(Callback):
         """
         if self._unchecked is None:
             return
-        step, loss = self._unchecked[0], float(self._unchecked[1])
+        step, total, terms = self._unchecked
+        loss = float(total)
+        if terms and math.isfinite(loss):
+            loss = sum(map(float, terms))
         self._unchecked = None
         if step in self._skipped:
             return
