@@ -150,11 +150,12 @@ class BadImageGuard(Callback):
         self.path, self.interval, self.dataset = folder / BAD_IMAGES, interval, dataset
         self._listed: set[tuple[str, int]] | None = None
         """Stream and index of each image in the file; None until it is needed."""
+        self._met: set[tuple[str, int]] = set()
+        """The same of those that all ranks have met in this start."""
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Continue the counts of earlier starts: a worker judges by them, too."""
-        known = on_first_rank(lambda: read_bad_images(self.path))
-        self.dataset.bad_images.continue_from(known, self._num_read(state))
+        """Count what earlier starts have read: an order that begins with bad images is no reason to end then."""
+        self.dataset.bad_images.continue_from(self._num_read(state))
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Exchange at the end of each interval; a DataError on all ranks if too many images are bad."""
@@ -175,17 +176,22 @@ class BadImageGuard(Callback):
         if new := [image for of_rank in images for image in of_rank]:
             num_read = self._num_read(state)
             is_first = dist.get_global_rank() == 0
-            agree(lambda: check_bad_images(self._list(new), num_read, str(new[-1])) if is_first else None)
+            agree(lambda: check_bad_images(self._count(new), num_read, str(new[-1])) if is_first else None)
 
     def _num_read(self, state: State) -> int:
         return min(state.timestamp.sample.value, self.dataset.num_samples)
 
+    def _count(self, images: Sequence[BadImage]) -> int:
+        """List images; return the number in the file, or of this start if none is new, as when steps are repeated."""
+        self._met.update((image.stream, image.index) for image in images)
+        return self._list(images) or len(self._met)
+
     def _list(self, images: Sequence[BadImage]) -> int:
-        """Append the images that are not in the file; return the number in the file."""
+        """Append the images that are not in the file; return the number in the file then, or 0 if there are none."""
         if self._listed is None:
             self._listed = {(image.stream, image.index) for image in read_bad_images(self.path)}
         entries = {(image.stream, image.index): image for image in images}
         if new := sorted(entries.keys() - self._listed):
             append_json_lines(self.path, [asdict(entries[address]) for address in new])
             self._listed.update(new)
-        return len(self._listed)
+        return len(self._listed) if new else 0

@@ -5,7 +5,6 @@ import logging
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -77,9 +76,8 @@ class BadImages:
         """Number of samples read."""
         return self._num_read.value
 
-    def continue_from(self, known: Iterable[BadImage], num_read: int) -> None:
-        """Count the images and samples of the job before this start, before workers start."""
-        self._known.update((image.stream, image.index) for image in known)
+    def continue_from(self, num_read: int) -> None:
+        """Count the samples that the job has read before this start."""
         self._num_read.value = int(num_read // self._num_ranks)
 
     def count_read(self) -> None:

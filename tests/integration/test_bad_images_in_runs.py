@@ -75,17 +75,18 @@ def test_the_list_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_start_continues_the_counts_of_earlier_ones(tmp_path: Path) -> None:
     found = [BadImage(stream="b", index=index, key="", epoch=0, error="") for index in range(61)]
-    state: Any = SimpleNamespace(timestamp=Timestamp(batch=1000, sample=60_000))
-    for number in range(1, 3):
+    for sample in (60_000, 50_000):  # The second start repeats steps.
         data: Any = SimpleNamespace(bad_images=BadImages(num_ranks=2), num_samples=100_000)
+        state: Any = SimpleNamespace(timestamp=Timestamp(batch=sample // 100, sample=sample))
         guard = BadImageGuard(tmp_path, 1, data)
         guard.fit_start(state, Logger(state))
-        for image in found[: 30 * number]:
+        for image in found[: sample // 1000]:
             data.bad_images.count_bad(image)
-        guard.close(state, Logger(state))
-    with pytest.raises(DataError, match="61 of 30000 images"):
+        guard.batch_end(state, Logger(state))
+    with pytest.raises(DataError, match="51 of 25000 images"):
         data.bad_images.count_bad(found[-1])
-    assert len((tmp_path / "bad_images.jsonl").read_text().splitlines()) == 60
+    guard.close(state, Logger(state))
+    assert len((tmp_path / "bad_images.jsonl").read_text().splitlines()) == 61
 
 
 def test_statistics_of_the_latents_are_not_ended_by_bad_images(tmp_path: Path) -> None:
