@@ -58,7 +58,7 @@ class LossGuard(Callback):
         self._record: list[Rollback] = []
         self._rolled_back: set[int] = set()
         self._before: deque[float] = deque(maxlen=guard.spike_window)
-        self._unchecked: tuple[int, SupportsFloat, list[SupportsFloat]] | None = None
+        self._unchecked: tuple[int, SupportsFloat, Sequence[SupportsFloat]] | None = None
 
     @property
     def _skipped(self) -> set[int]:
