@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from torch import Tensor
 
@@ -15,19 +16,21 @@ from diffusion.checkpointing.read import read_config, read_identities, read_weig
 from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.config.checks import weight_locations
 from diffusion.config.frozen import FrozenPaths
-from diffusion.config.loading import from_dict, load
-from diffusion.config.model import InitFromConfig, ModelConfig
+from diffusion.config.loading import from_dict, read_yaml
+from diffusion.config.model import ModelConfig
 from diffusion.config.resumption import is_used
 from diffusion.config.schema import Config, Task
 from diffusion.ema.posthoc import AVERAGE_SUFFIX
 from diffusion.errors import ConfigurationError, UserError, error_context
 from diffusion.formats.run_folder import CONFIG, STARTS
+from diffusion.models.architectures import build_network
 from diffusion.models.build import build_model, load_weights
 from diffusion.models.ingredients import find_ingredients, merged
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.ldm_layout import read_single_file
 from diffusion.models.model_folders import check_exists
 from diffusion.models.pretrained import (
+    check_config,
     check_identities,
     is_pipeline,
     is_single_file,
@@ -93,7 +96,7 @@ def load_config_of(checkpoint: Path) -> Config:
         ConfigurationError: it was written by a version with other keys, or there is none beside the file.
     """
     if checkpoint.suffix == AVERAGE_SUFFIX:
-        return load(Config, _config_beside(checkpoint))
+        return from_dict(Config, read_yaml(file := _config_beside(checkpoint)), str(file))
     return from_dict(Config, yaml.safe_load(read_config(checkpoint)), str(checkpoint))
 
 
@@ -105,21 +108,24 @@ def read_trained(path: str | Path, *, weights: str = "raw", paths: FrozenPaths |
             averaged weights in a run folder (`RUN/averages/...` or `RUN/reconstructed/...safetensors`).
         weights: "raw" for the training weights, "ema" for their average, or the label of one of several averages:
             `decay-0.999`, `width-0.05`. Ignored for a file.
-        paths: other paths of the frozen parts than those of the training.
+        paths: other paths of the frozen parts than those of the training; and the user's own ingredients.
 
     Raises:
-        ConfigurationError: there is no checkpoint.
+        ConfigurationError: there is no checkpoint, or it has ingredients that the user has not named.
         DataError: it is damaged, or holds no average.
     """
-    trained = _read_trained(path, weights)
-    model = (paths or FrozenPaths()).applied(trained.config.model)
-    return replace(trained, config=replace(trained.config, model=model))
+    paths = paths or FrozenPaths()
+    trained = _read_trained(path, weights, paths)
+    return replace(trained, config=replace(trained.config, model=paths.applied(trained.config.model)))
 
 
-def _read_trained(path: str | Path, weights: str) -> Trained:
-    if Path(path).suffix == AVERAGE_SUFFIX:
-        file = Path(path).expanduser()
-        config = load_config_of(file)
+def _read_trained(path: str | Path, weights: str, paths: FrozenPaths) -> Trained:
+    file = Path(path).expanduser()
+    is_average = file.suffix == AVERAGE_SUFFIX
+    checkpoint = file if is_average else resolve_checkpoint(str(path))
+    config = load_config_of(checkpoint)
+    paths.check_ingredients(config.model, str(checkpoint))
+    if is_average:
         average = read_safetensors(file)
         if any(ingredient.freezes_weights for ingredient in find_ingredients(config.model)):
             # The average has trained weights only.
@@ -128,10 +134,9 @@ def _read_trained(path: str | Path, weights: str) -> Trained:
         with suppress(UserError):  # The run's checkpoints may be elsewhere.
             identities = read_identities(resolve_checkpoint(str(_config_beside(file).parent)))
         return Trained(path=file, config=config, weights=average, identities=identities)
-    checkpoint = resolve_checkpoint(str(path))
     return Trained(
         path=checkpoint,
-        config=load_config_of(checkpoint),
+        config=config,
         weights=read_weights(checkpoint, weights),
         label=weights,
         identities=read_identities(checkpoint),
@@ -161,27 +166,47 @@ def load_model(path: str | Path, *, weights: str = "raw", paths: FrozenPaths | N
     return model.eval()
 
 
-def read_initial(config: InitFromConfig, model: LatentDiffusion) -> dict[str, Tensor]:
+def read_initial(config: Config, model: LatentDiffusion) -> dict[str, Tensor]:
     """Read the initial weights of a model; the checksums of a checkpoint were verified on this node.
+
+    Of the checkpoint's own ingredients, only those that the configuration names as well are imported.
 
     Raises:
         ConfigurationError: there are none, or they are of another network.
         DataError: they are damaged.
     """
-    path = Path(config.checkpoint).expanduser()
+    assert config.init_from is not None
+    path = Path(config.init_from.checkpoint).expanduser()
     if is_pipeline(path):
         return read_pipeline_network(path, model.network)
     if is_single_file(path):
         return read_single_file(path, model.network)
-    checkpoint = resolve_checkpoint(config.checkpoint)
+    checkpoint = resolve_checkpoint(config.init_from.checkpoint)
     if identities := read_identities(checkpoint):
         try:
             check_identities(identities, model.identities(), str(checkpoint), "Training continues with the new ones")
         except ConfigurationError as error:
             log.warning("%s", error)
-    stored = read_weights(checkpoint, config.weights, is_checked=True)
-    stored_config = load_config_of(checkpoint).model
-    return used_weights(merged(stored, stored_config), stored_config, model)
+    stored = read_weights(checkpoint, config.init_from.weights, is_checked=True)
+    before, named = load_config_of(checkpoint).model, {one.path for one in config.model.ingredients}
+    before = replace(before, ingredients=[one for one in before.ingredients if one.path in named])
+    _check_meaning(before, config.model, model, str(checkpoint))
+    return used_weights(merged(stored, before), before, model)
+
+
+def _check_meaning(before: ModelConfig, now: ModelConfig, model: LatentDiffusion, source: str) -> None:
+    """Reject settings that change what weights of the same shapes mean."""
+    with torch.device("meta"):
+        there = build_network(replace(now, architecture=before.architecture, network=before.network))
+    if type(there) is type(model.network):  # Else names differ.
+        check_config(there, model.network, source, "model.network")
+    sections = before.ingredient_sections
+    for key, section in now.ingredient_sections.items():
+        if key in sections and sections[key].inputs != section.inputs:
+            raise ConfigurationError(
+                f"{source}: model.{key} takes {sections[key].inputs} there and {section.inputs} here. Set it as the "
+                "weights were trained"
+            )
 
 
 def used_weights(weights: dict[str, Tensor], config: ModelConfig, model: LatentDiffusion) -> dict[str, Tensor]:

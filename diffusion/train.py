@@ -90,6 +90,7 @@ from diffusion.operations.lease import leased, leased_checkpoints
 from diffusion.optimizers import AdamW, build_muon, warmup_stable_decay
 from diffusion.plugins import IndexedDataset, build_plugin, build_plugins, check_plugins
 from diffusion.sharding import fsdp_config, load_smddp
+from diffusion.storage import is_url
 from diffusion.trainer import HostTrainer
 
 log = logging.getLogger(__name__)
@@ -185,7 +186,7 @@ def start_ranks(config: Config) -> Device:
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """Make the paths of frozen parts absolute: a checkpoint is used from other working directories, too."""
+    """Make paths of frozen parts and of what a run writes absolute: other working directories are to find them."""
     config = copy.deepcopy(config)
     model = config.model
     sections: list[tuple[Any, str]] = [(model, "pretrained"), (model, "vae"), (model.text_encoder, "path")]
@@ -194,6 +195,9 @@ def with_absolute_paths(config: Config) -> Config:
         source = getattr(section, key, None)
         if source and (path := Path(source).expanduser()).exists():  # Others are hub names.
             setattr(section, key, os.path.abspath(path))  # noqa: PTH100 -- without "..", links stay
+    for section, key in ((config.trainer, "checkpoint_folder"), (config.operations, "heartbeat_folder")):
+        if (folder := getattr(section, key)) and not is_url(folder):
+            setattr(section, key, os.path.abspath(Path(folder).expanduser()))  # noqa: PTH100
     return config
 
 
@@ -277,7 +281,7 @@ def build_training_model(config: Config, device: Device, *, is_new: bool = True)
     if is_new and config.init_from is not None:
         check_objective(config)
         with error_context("init_from.checkpoint"):
-            initial = read_initial(config.init_from, model)
+            initial = read_initial(config, model)
             load_weights(model, initial, config.init_from.checkpoint)
     adapt(model.network, model.ingredients, initial, config.seed)
     return model

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain, count, groupby, islice
@@ -16,8 +17,10 @@ from torch import Tensor
 from diffusion.composer_models import AutoencoderTraining
 from diffusion.config.data import ValidationConfig
 from diffusion.config.schema import Config
+from diffusion.datasets.bad_images import BadImages
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.loader import validation_dataset
+from diffusion.distributed import agree
 from diffusion.ema.callbacks import LateStartEMA
 from diffusion.errors import DataError
 from diffusion.files import atomic_path
@@ -58,7 +61,7 @@ class SaveAutoencoder(Callback):
         self.model.eval()
         device = next(self.model.vae.parameters()).device
         images = iter(self.images)
-        first = list(islice(images, 1))  # Of few images, the last ranks have none.
+        first = agree(lambda: list(islice(images, 1)), takes_long=True)  # Of few images, the last ranks have none.
         mean, std = latent_statistics(self.model.vae, chain(first, images), device)
         if dist.get_global_rank() == 0:
             self._write(mean, std, step)
@@ -96,6 +99,8 @@ class SaveAutoencoder(Callback):
 def statistics_images(config: Config) -> Iterator[Tensor]:
     """Iterate over this rank's share of the first images of the training set, each image on one rank only.
 
+    Images that cannot be decoded are replaced without a limit, since the training was the judge of the data.
+
     Yields:
         uint8 [B, 3, height, width], images of one size.
     """
@@ -105,6 +110,7 @@ def statistics_images(config: Config) -> Iterator[Tensor]:
     )
     tokenizer = build_tokenizer(config.model.architecture)
     dataset = validation_dataset(everything, data, tokenize=partial(tokenize, tokenizer))
+    dataset.samples.bad_images = BadImages(num_ranks=math.inf)
     indices = range(dist.get_global_rank(), len(dataset), dist.get_world_size())
     size = everything.device_batch_size
     for start in range(0, len(indices), size):

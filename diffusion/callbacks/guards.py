@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -35,6 +36,10 @@ SKIPPED = "guard/skipped"
 """Metric: 1 for a step whose update was skipped."""
 
 
+STEADY_TERMS = tuple(f"loss/train/{name}" for name in ("diffusion", "l1", "l2", "perceptual"))
+"""Terms of the loss that are positive in all steps: if there are any, a spike is one of their sum."""
+
+
 class RolledBackError(PreemptedError):
     """The run ends on all ranks, and rolls back when it is started again."""
 
@@ -53,7 +58,7 @@ class LossGuard(Callback):
         self._record: list[Rollback] = []
         self._rolled_back: set[int] = set()
         self._before: deque[float] = deque(maxlen=guard.spike_window)
-        self._unchecked: tuple[int, SupportsFloat] | None = None
+        self._unchecked: tuple[int, SupportsFloat, Sequence[SupportsFloat]] | None = None
 
     @property
     def _skipped(self) -> set[int]:
@@ -75,8 +80,9 @@ class LossGuard(Callback):
     def batch_end(self, state: State, logger: Logger) -> None:
         """Check the loss of the step, or that of the step before, as `check` does."""
         self.check(state)
-        loss = state.total_loss_dict[TRAIN_LOSS]
-        self._unchecked = state.timestamp.batch.value - 1, loss
+        losses = state.total_loss_dict
+        loss, terms = losses[TRAIN_LOSS], [losses[name] for name in STEADY_TERMS if name in losses]
+        self._unchecked = state.timestamp.batch.value - 1, loss, terms
         if not isinstance(loss, HostNumber):
             self.check(state)
 
@@ -89,7 +95,10 @@ class LossGuard(Callback):
         """
         if self._unchecked is None:
             return
-        step, loss = self._unchecked[0], float(self._unchecked[1])
+        step, total, terms = self._unchecked
+        loss = float(total)
+        if terms and math.isfinite(loss):
+            loss = sum(map(float, terms))
         self._unchecked = None
         if step in self._skipped:
             return
@@ -141,6 +150,12 @@ class BadImageGuard(Callback):
         self.path, self.interval, self.dataset = folder / BAD_IMAGES, interval, dataset
         self._listed: set[tuple[str, int]] | None = None
         """Stream and index of each image in the file; None until it is needed."""
+        self._met: set[tuple[str, int]] = set()
+        """The same of those that all ranks have met in this start."""
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Count what earlier starts have read: an order that begins with bad images is no reason to end then."""
+        self.dataset.bad_images.continue_from(self._num_read(state))
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Exchange at the end of each interval; a DataError on all ranks if too many images are bad."""
@@ -159,16 +174,24 @@ class BadImageGuard(Callback):
     def _exchange(self, state: State) -> None:
         images: list[list[BadImage]] = dist.all_gather_object(self.dataset.bad_images.take())
         if new := [image for of_rank in images for image in of_rank]:
-            num_read = min(state.timestamp.sample.value, self.dataset.num_samples)
+            num_read = self._num_read(state)
             is_first = dist.get_global_rank() == 0
-            agree(lambda: check_bad_images(self._list(new), num_read, str(new[-1])) if is_first else None)
+            agree(lambda: check_bad_images(self._count(new), num_read, str(new[-1])) if is_first else None)
+
+    def _num_read(self, state: State) -> int:
+        return min(state.timestamp.sample.value, self.dataset.num_samples)
+
+    def _count(self, images: Sequence[BadImage]) -> int:
+        """List images; return the number in the file, or of this start if none is new, as when steps are repeated."""
+        self._met.update((image.stream, image.index) for image in images)
+        return self._list(images) or len(self._met)
 
     def _list(self, images: Sequence[BadImage]) -> int:
-        """Append the images that are not in the file; return the number in the file."""
+        """Append the images that are not in the file; return the number in the file then, or 0 if there are none."""
         if self._listed is None:
             self._listed = {(image.stream, image.index) for image in read_bad_images(self.path)}
         entries = {(image.stream, image.index): image for image in images}
         if new := sorted(entries.keys() - self._listed):
             append_json_lines(self.path, [asdict(entries[address]) for address in new])
             self._listed.update(new)
-        return len(self._listed)
+        return len(self._listed) if new else 0

@@ -37,7 +37,8 @@ def is_wrong(loss: float, before: Sequence[float], guard: GuardConfig) -> bool:
         return True
     if guard.spike_factor is None or len(before) < guard.spike_window:
         return False
-    return loss > guard.spike_factor * statistics.median(before)
+    median = statistics.median(before)
+    return loss > median + (guard.spike_factor - 1) * abs(median)
 
 
 def decide(step: int, loss: float, record: Sequence[Rollback], guard: GuardConfig, now: float) -> Rollback:

@@ -1,15 +1,16 @@
-"""Other paths of a trained model's frozen parts: as a section of a configuration, and as options of a command."""
+"""Parts of a trained model beside its checkpoint: as a section of a configuration, and as options of a command."""
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from diffusion.config.fields import location
 from diffusion.config.model import ModelConfig
+from diffusion.errors import ConfigurationError
 
 
 @dataclass(kw_only=True)
 class FrozenPaths:
-    """Other paths of the frozen parts of a trained model, which must be those of its training."""
+    """Other paths of the frozen parts of a trained model, which must be those of its training; and its code."""
 
     pretrained: str | None = location(None)
     """In place of `model.pretrained`; null: its path in training."""
@@ -20,6 +21,18 @@ class FrozenPaths:
     text_encoder: str | None = location(None)
     """In place of `model.text_encoder.path`; null: its path in training."""
 
+    ingredients: list[str] = field(default_factory=list)
+    """Import paths of ingredients of your own that the model has; others of a checkpoint are refused, not imported."""
+
+    def check_ingredients(self, config: ModelConfig, where: str) -> None:
+        """Raise a ConfigurationError if a stored configuration has ingredients that the user has not named."""
+        if unnamed := sorted({one.path for one in config.ingredients} - {*self.ingredients}):
+            raise ConfigurationError(
+                f"{where} was trained with model.ingredients {', '.join(unnamed)}, which would run code on this "
+                f"machine. If it is your own, name it: --ingredients {' '.join(unnamed)}, or frozen.ingredients of an "
+                "evaluation"
+            )
+
     def applied(self, config: ModelConfig) -> ModelConfig:
         """Copy a configuration, with these paths in place of its own."""
         text = replace(config.text_encoder, path=self.text_encoder or config.text_encoder.path)
@@ -28,7 +41,10 @@ class FrozenPaths:
 
 
 def add_frozen_paths(parser: argparse.ArgumentParser) -> None:
-    """Add options for other paths of a trained model's frozen parts, which `frozen_paths` reads."""
+    """Add options for the parts of a trained model beside its checkpoint, which `frozen_paths` reads."""
+    parser.add_argument(
+        "--ingredients", nargs="+", default=[], metavar="PATH", help="import paths of its own model.ingredients to run"
+    )
     group = parser.add_argument_group("frozen parts, where they are not at the paths of the training")
     group.add_argument("--pretrained", metavar="FOLDER", help="folder in the diffusers layout, or hub name")
     group.add_argument("--vae", metavar="FOLDER", help="folder of the VAE, if it is not that of --pretrained")
@@ -37,4 +53,7 @@ def add_frozen_paths(parser: argparse.ArgumentParser) -> None:
 
 def frozen_paths(arguments: argparse.Namespace) -> FrozenPaths:
     """Read the options of `add_frozen_paths`."""
-    return FrozenPaths(pretrained=arguments.pretrained, vae=arguments.vae, text_encoder=arguments.text_encoder)
+    named = getattr(arguments, "ingredients", [])
+    return FrozenPaths(
+        pretrained=arguments.pretrained, vae=arguments.vae, text_encoder=arguments.text_encoder, ingredients=named
+    )

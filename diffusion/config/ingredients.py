@@ -5,7 +5,7 @@ They stand here and not beside their networks, because commands that only read f
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 class IngredientConfig:
     """Section of an ingredient."""
+
+    @property
+    def inputs(self) -> Any:
+        """What the trained weights take for their inputs, which other phases have to keep."""
+        return None
 
     def conflicts(self, config: "Config") -> Iterator[str]:
         """Describe what contradicts it in other sections."""
@@ -119,6 +124,11 @@ class ScoreConditioningConfig(IngredientConfig):
     def names(self) -> list[str]:
         """Names of the scores."""
         return [column.name for column in self.columns]
+
+    @property
+    def inputs(self) -> list[ScoreColumn]:
+        """Order and normalisation of the scores."""
+        return self.columns
 
     def problems(self, key: str) -> Iterator[str]:
         """Describe wrong relations."""

@@ -89,12 +89,13 @@ def load(schema: type[Schema], path: str | Path, overrides: Sequence[str] = ()) 
 def from_dict(schema: type[Schema], values: dict[str, Any], where: str) -> Schema:
     """Build a dataclass as `load` does from plain containers, such as the configuration in a checkpoint.
 
-    `where` is their origin, for messages.
+    Interpolations stay text: the author of a file must not read this machine's environment. `where` is their origin,
+    for messages.
 
     Raises:
         ConfigurationError: the values do not fit the schema.
     """
-    return _merge(schema, [_Source(where, values)])
+    return _merge(schema, [_Source(where, values)], resolves=False)
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -300,7 +301,7 @@ def _parse(text: str, where: str) -> Any:
 # Merging
 
 
-def _merge(schema: type[Schema], sources: Sequence[_Source]) -> Schema:
+def _merge(schema: type[Schema], sources: Sequence[_Source], *, resolves: bool = True) -> Schema:
     """Merge sources in order into the defaults of a schema: sections key by key, everything else is replaced."""
     merger = _Merger(schema, sources)
     values = to_dict(schema())
@@ -310,7 +311,7 @@ def _merge(schema: type[Schema], sources: Sequence[_Source]) -> Schema:
         except RecursionError:
             raise ConfigurationError(f"{source.name} is nested too deeply, or refers to itself.") from None
     config = merger.build(schema, values, "")
-    if not merger.problems and any(_is_interpolation(value) for _, value in leaves(to_dict(config))):
+    if resolves and not merger.problems and any(_is_interpolation(value) for _, value in leaves(to_dict(config))):
         config = merger.build(schema, merger.resolve(to_dict(config)), "")
     raise_all(ConfigurationError, merger.problems)
     return config

@@ -19,7 +19,8 @@ class GuardConfig:
     """
 
     spike_factor: float | None = bounded(None, min=1)
-    """Smallest spike, as a multiple of the median loss of the steps before; null: spikes are ignored."""
+    """Smallest spike, as a multiple of the median loss of the steps before; null: spikes are ignored. Of a loss with
+    several terms that of `diffusion` counts, or those of a VAE's reconstruction: others start late or are negative."""
 
     spike_window: int = bounded(100, min=3)
     """Steps of that median; spikes are ignored until as many steps are done."""

@@ -20,7 +20,7 @@ class Effect(str, Enum):
 
 _EFFECTS = (
     (Effect.kept, r"init_from(\.(checkpoint|weights|new_objective))?|autoencoder\.initial_logvar"),
-    (Effect.same_averages, r"algorithms\.ema\.(start|decays|power(\.relative_widths)?)"),
+    (Effect.same_averages, r"algorithms\.ema(\.(start|decays|power(\.relative_widths)?))?"),
     (
         Effect.same_order,
         r"seed|plugins\.train_dataset(\.(path|arguments))?"

@@ -52,10 +52,11 @@ class BadImages:
     """Counts over the loader workers of a rank, in memory that they share, and keeps what they met.
 
     The job's count is made of these by `callbacks.guards`. A worker ends the run by itself only where the
-    images of its rank alone are too many for the whole job, whose ranks read equally many samples.
+    images of its rank alone are too many for the whole job, whose ranks read equally many samples; of infinitely many
+    ranks none does.
     """
 
-    def __init__(self, num_ranks: int = 1) -> None:
+    def __init__(self, num_ranks: float = 1) -> None:
         self._num_ranks = num_ranks
         self._num_read = multiprocessing.Value("q", 0)
         self._lock = multiprocessing.Lock()
@@ -74,6 +75,10 @@ class BadImages:
     def num_read(self) -> int:
         """Number of samples read."""
         return self._num_read.value
+
+    def continue_from(self, num_read: int) -> None:
+        """Count the samples that the job has read before this start."""
+        self._num_read.value = int(num_read // self._num_ranks)
 
     def count_read(self) -> None:
         """Count a sample."""

@@ -140,7 +140,7 @@ class ValidationDataset(Dataset):
     """
 
     def __init__(self, samples: TextImageDataset, num_samples: int | None = None) -> None:
-        self._samples = samples
+        self.samples = samples
         self.stream_names = samples.stream_names
         total = samples.num_samples
         wanted = total if num_samples is None else min(num_samples, total)
@@ -170,7 +170,7 @@ class ValidationDataset(Dataset):
         if number >= len(self):
             raise IndexError(f"{number} of {len(self)} samples")
         stream = bisect_right([part.stop for part in self.parts], number)
-        sample = self._samples.read(stream, number - self.parts[stream].start)
+        sample = self.samples.read(stream, number - self.parts[stream].start)
         return sample | {BatchKey.IS_COUNTED: np.bool_(is_counted)}
 
 

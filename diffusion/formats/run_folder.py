@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from diffusion.config.loading import load, read_yaml
+from diffusion.config.loading import from_dict, read_yaml
 from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.files import append_json_lines, read_json, read_json_lines, write_json
@@ -120,7 +120,7 @@ def read_config(run: Path) -> Config:
         ConfigurationError: it is no run folder, or was written by a version with other keys.
     """
     check_is_run(run)
-    return load(Config, run / CONFIG)
+    return from_dict(Config, read_yaml(run / CONFIG), str(run / CONFIG))
 
 
 def check_is_run(folder: Path) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torchmetrics.functional.image.lpips import _LPIPS
 
+from diffusion.distributed import agree
 from diffusion.errors import ConfigurationError, first_line
 from diffusion.models.pretrained import freeze
 
@@ -151,12 +152,17 @@ def latent_statistics(
     `batches` are images of this rank, uint8 [B, 3, height, width].
     """
     num_channels = vae.config["latent_channels"]
-    sums = torch.zeros(3, num_channels, dtype=torch.float64)
-    for images in batches:
-        mean = vae.encode(to_pixels(images.to(device))).latent_dist.mean.double().cpu()  # pyright: ignore
-        per_channel = mean.transpose(0, 1).flatten(1)
-        count = torch.full((num_channels,), per_channel.shape[1])
-        sums += torch.stack([count, per_channel.sum(1), per_channel.square().sum(1)])
+
+    def measure() -> Tensor:
+        sums = torch.zeros(3, num_channels, dtype=torch.float64)
+        for images in batches:
+            mean = vae.encode(to_pixels(images.to(device))).latent_dist.mean.double().cpu()  # pyright: ignore
+            per_channel = mean.transpose(0, 1).flatten(1)
+            count = torch.full((num_channels,), per_channel.shape[1])
+            sums += torch.stack([count, per_channel.sum(1), per_channel.square().sum(1)])
+        return sums
+
+    sums = agree(measure, takes_long=True)
     if dist.is_initialized() and dist.get_world_size() > 1:
         sums = sums.to(device)
         dist.all_reduce(sums)

@@ -195,7 +195,7 @@ def read_pipeline_network(folder: Path, network: Network) -> dict[str, Tensor]:
             there: Any = type(network)(**values)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"{config} is not that of a {type(network).__name__}: {error}") from error
-    _check_config(there, network, str(config), "model.network")
+    check_config(there, network, str(config), "model.network")
     return {f"{component}.{name}": tensor for file in files for name, tensor in read_safetensors(file).items()}
 
 
@@ -212,7 +212,7 @@ def read_vae(source: str, vae: AutoencoderKL) -> dict[str, Tensor]:
     subfolder = "vae" if (Path(source).expanduser() / "vae").is_dir() else None
     # Not the file itself: diffusers renames the attention of older VAEs.
     stored = load_pretrained(AutoencoderKL, source, subfolder, local_files_only=True)
-    _check_config(stored, vae, source, "autoencoder.vae")
+    check_config(stored, vae, source, "autoencoder.vae")
     return stored.state_dict()
 
 
@@ -282,11 +282,13 @@ def read_noise_schedule(source: Path) -> dict[str, Any] | None:
     arguments = signature(DDIMScheduler).parameters
     if stored.get("prediction_type") == FLOW_PREDICTION:
         return {"prediction_type": PredictionType.flow.value, "shift": stored["flow_shift"]}
+    if stored.get("_class_name", "").startswith("FlowMatch"):
+        return {"prediction_type": PredictionType.flow.value, "shift": stored.get("shift", 1.0)}
     return {key: stored.get(key, arguments[key].default) for key in _SCHEDULE_KEYS}
 
 
-def _check_config(there: Any, here: Any, source: str, key: str) -> None:
-    """Reject a module whose configuration changes the results of the same weights."""
+def check_config(there: Any, here: Any, source: str, key: str) -> None:
+    """Raise a ConfigurationError if another module of a class has a configuration that changes its results."""
     differing = [
         f"{name} is {there.config[name]} there and {value} here"
         for name, value in here.config.items()

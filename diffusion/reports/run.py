@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from diffusion.config.checks import planned_steps
-from diffusion.config.loading import dump, load, read_yaml, to_dict
+from diffusion.config.loading import dump, from_dict, read_yaml, to_dict
 from diffusion.config.schema import Config
 from diffusion.config.secrets import redact
 from diffusion.errors import ConfigurationError
@@ -133,7 +133,7 @@ def read_run(folder: Path, first_step: int = 0) -> Run:
     path = folder / CONFIG
     config: Config | None = None
     try:
-        config = load(Config, path)
+        config = from_dict(Config, read_yaml(path), str(path))
         values = to_dict(config)
     except ConfigurationError:  # Another version's: shown as it stands.
         values = read_yaml(path)

@@ -9,8 +9,11 @@ import pytest
 from composer import Logger, Timestamp
 
 from diffusion.callbacks import guards
+from diffusion.callbacks.autoencoder import statistics_images
 from diffusion.callbacks.guards import BadImageGuard
+from diffusion.config.loading import load_config
 from diffusion.datasets.bad_images import BadImage, BadImages
+from diffusion.errors import DataError
 from tests.tools.written_data import write_prepared
 
 
@@ -68,6 +71,30 @@ def test_the_list_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         guard.batch_end(state, Logger(state))
     assert len(reads) == 1
     assert len((tmp_path / "bad_images.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_start_continues_the_counts_of_earlier_ones(tmp_path: Path) -> None:
+    found = [BadImage(stream="b", index=index, key="", epoch=0, error="") for index in range(61)]
+    for sample in (60_000, 50_000):  # The second start repeats steps.
+        data: Any = SimpleNamespace(bad_images=BadImages(num_ranks=2), num_samples=100_000)
+        state: Any = SimpleNamespace(timestamp=Timestamp(batch=sample // 100, sample=sample))
+        guard = BadImageGuard(tmp_path, 1, data)
+        guard.fit_start(state, Logger(state))
+        for image in found[: sample // 1000]:
+            data.bad_images.count_bad(image)
+        guard.batch_end(state, Logger(state))
+    with pytest.raises(DataError, match="51 of 25000 images"):
+        data.bad_images.count_bad(found[-1])
+    guard.close(state, Logger(state))
+    assert len((tmp_path / "bad_images.jsonl").read_text().splitlines()) == 61
+
+
+def test_statistics_of_the_latents_are_not_ended_by_bad_images(tmp_path: Path) -> None:
+    """A run of 100,000 images, trained to its end, may have all of its bad ones among those of the statistics."""
+    root = write_prepared(tmp_path, {"b": 64}, bad=tuple(range(0, 64, 4)))
+    overrides = [f"data.local={root}", "data.streams=[{name: b}]", f"validation.local={root}"]
+    images = list(statistics_images(load_config("yamls/tiny/autoencoder.yaml", overrides)))
+    assert sum(map(len, images)) == 64
 
 
 def test_a_run_that_a_loader_worker_ends_lists_what_it_met(server, tmp_path: Path) -> None:

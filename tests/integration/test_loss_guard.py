@@ -91,6 +91,28 @@ def test_a_spike_is_noticed_in_the_same_step_by_a_run_that_was_continued(tmp_pat
     assert read_request(tmp_path) is not None
 
 
+@pytest.mark.parametrize(
+    ("before", "jump", "spike"),
+    [
+        ({"diffusion": 0.4, "alignment": -0.5}, {"diffusion": 0.41}, {"diffusion": 1.3}),
+        ({"l1": 0.03, "l2": 0.02, "adversarial": 0.0}, {"adversarial": 1.0}, {"l1": 0.2}),
+        ({"diffusion": 0.4, "alignment": -0.5}, {}, {"alignment": math.nan}),
+        ({"total": -0.1}, {"total": -0.09}, {"total": 0.2}),
+    ],
+)
+def test_terms_that_are_negative_or_start_late_are_no_spikes(tmp_path, before, jump, spike):
+    def step(number: int, terms: dict[str, float]) -> State:
+        losses = {TRAIN_LOSS: sum(terms.values())} | {f"loss/train/{name}": loss for name, loss in terms.items()}
+        timestamp = SimpleNamespace(batch=SimpleNamespace(value=number + 1))
+        return cast("State", SimpleNamespace(timestamp=timestamp, total_loss_dict=losses, train_dataloader=None))
+
+    guard, logger = LossGuard(GuardConfig(spike_factor=3.0, spike_window=3), tmp_path), cast("Logger", None)
+    for number, terms in enumerate([before, before, before, before | jump]):
+        guard.batch_end(step(number, terms), logger)
+    with pytest.raises(RolledBackError, match="the loss of step 4 is"):
+        guard.batch_end(step(4, before | spike), logger)
+
+
 @pytest.mark.world_size(2)
 def test_a_nan_that_passes_leaves_no_trace_in_the_run(server, tmp_path):
     whole, hit = tmp_path / "whole", tmp_path / "hit"

@@ -24,7 +24,8 @@ from diffusion.config.loading import from_dict, load_config, to_dict, to_public_
 from diffusion.config.resumption import Effect, effect_of
 from diffusion.config.schema import Config, Task
 from diffusion.errors import ConfigurationError
-from diffusion.formats.run_folder import STARTS
+from diffusion.formats.run_folder import STARTS, read_config
+from diffusion.operations.heartbeats import heartbeat_folder
 
 TASKS = {Task.diffusion: "tests/tools/toy.yaml", Task.autoencoder: "yamls/tiny/autoencoder.yaml"}
 
@@ -148,6 +149,13 @@ def test_every_key_has_an_effect_and_those_that_are_refused_are_named(task, tmp_
     assert "task" in refused_keys(before, {**before, "task": changed("task", task.value)}, tmp_path)
 
 
+def test_averages_are_not_switched_off_once_they_have_begun(tmp_path):
+    """Switched on again, they would count from another step, beside those stored before."""
+    on, off = (to_dict(load_config(TASKS[Task.diffusion], given)) for given in ([], ["algorithms.ema=null"]))
+    assert refused_keys(on, off, tmp_path, "LateStartEMA") == {"algorithms.ema"}
+    assert refused_keys(on, off, tmp_path) == refused_keys(off, on, tmp_path) == set()
+
+
 @pytest.mark.parametrize("folders", [("null", "new"), ("old", "null"), ("old", "new")])
 def test_a_run_does_not_begin_anew_where_its_checkpoints_are_looked_for_elsewhere(folders, tmp_path):
     before, now = (f"trainer.checkpoint_folder={one if one == 'null' else tmp_path / one}" for one in folders)
@@ -160,6 +168,22 @@ def test_a_run_does_not_begin_anew_where_its_checkpoints_are_looked_for_elsewher
     config = load_config(TASKS[Task.diffusion], [now])
     with pytest.raises(ConfigurationError, match=f"{folder} does, and the run would begin anew"):
         find_resumption(config, checkpoint_storage(config, run))
+
+
+def test_relative_folders_are_those_of_the_working_directory_of_each_start(tmp_path, monkeypatch):
+    given = ["trainer.checkpoint_folder=kept", "operations.heartbeat_folder=beats"]
+    config, run = load_config(TASKS[Task.diffusion], given), tmp_path / "run"
+    for name in "ab":
+        (tmp_path / name / "kept").mkdir(parents=True)
+    (tmp_path / "a/kept/ep0-ba1.pt").touch()
+    monkeypatch.chdir(tmp_path / "a")
+    training.record_config(run, training.with_absolute_paths(config))
+    (run / STARTS).touch()
+    monkeypatch.chdir(tmp_path / "b")
+    assert heartbeat_folder(read_config(run), run) == tmp_path / "a/beats"
+    now = training.with_absolute_paths(config)
+    with pytest.raises(ConfigurationError, match=f"{tmp_path}/a/kept does, and the run would begin anew"):
+        find_resumption(now, checkpoint_storage(now, run))
 
 
 def test_a_location_that_never_held_checkpoints_is_not_looked_at(tmp_path):

@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from diffusion.config.model import ModelConfig
+from diffusion.errors import ConfigurationError
 from diffusion.models.ingredients.alignment import AlignmentIngredient
 from diffusion.models.ingredients.base import Call, Caller, Ingredient
 from diffusion.models.ingredients.lora import LoraIngredient
 from diffusion.models.ingredients.score_conditioning import ScoreConditioningIngredient
 from diffusion.models.ingredients.text_adapter import TextAdapterIngredient
 from diffusion.models.ingredients.token_routing import TokenRoutingIngredient
-from diffusion.plugins import build_plugins
+from diffusion.plugins import import_plugin
 
 __all__ = ["INGREDIENTS", "Call", "Caller", "Ingredient", "adapt", "find_ingredients", "merged"]
 
@@ -33,11 +34,16 @@ def find_ingredients(config: ModelConfig) -> list[Ingredient]:
     """Make the ingredients of a configuration, without their modules.
 
     Raises:
-        ConfigurationError: one of the user's cannot be imported.
+        ConfigurationError: one of the user's cannot be imported, or is no ingredient.
     """
     sections = config.ingredient_sections
     known: list[Ingredient] = [kind(sections[kind.key]) for kind in INGREDIENTS if kind.key in sections]  # pyright: ignore
-    return known + build_plugins(config.ingredients, "model.ingredients", Ingredient)
+    for number, plugin in enumerate(config.ingredients):
+        kind = import_plugin(plugin, key := f"model.ingredients.{number}")
+        if not (isinstance(kind, type) and issubclass(kind, Ingredient)):
+            raise ConfigurationError(f"{key}.path={plugin.path} is no subclass of {__name__}.Ingredient: name one")
+        known.append(kind(**plugin.arguments))
+    return known
 
 
 def adapt(

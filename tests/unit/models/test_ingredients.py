@@ -1,21 +1,26 @@
 """Ingredients of a user's own: the example of the page, and one with weights and a term of the loss."""
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from diffusion.config.fields import Plugin
-from diffusion.config.loading import load_config
-from diffusion.config.model import ModelConfig
+from diffusion.config.frozen import FrozenPaths
+from diffusion.config.loading import load_config, to_yaml
+from diffusion.config.model import InitFromConfig, ModelConfig, PredictionType
 from diffusion.config.schema import Config
 from diffusion.config.training import Device
 from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError
-from diffusion.loading import used_weights
+from diffusion.export import export
+from diffusion.loading import check_objective, load_config_of, load_model, used_weights
 from diffusion.models.build import build_model, load_weights
 from diffusion.models.ingredients import Ingredient
 from diffusion.models.latent_diffusion import LatentDiffusion
@@ -127,3 +132,81 @@ def test_names_of_parts_and_terms_are_unique(monkeypatch):
 def test_wrong_paths_are_found_before_the_start():
     with pytest.raises(ConfigurationError, match=r"model\.ingredients\.0\.path=huber\.Absent"):
         check_plugins(Config(model=ModelConfig(ingredients=[Plugin(path="huber.Absent")])))
+
+
+def stored(run: Path, config: Config, weights: dict[str, Tensor]) -> list[Path]:
+    """Write a checkpoint and a file of an average."""
+    checkpoint, average = run / "ep0-ba1.pt", run / "averages" / "own.safetensors"
+    average.parent.mkdir(parents=True)
+    states = {"RunRecord": {"config": to_yaml(config)}}
+    torch.save({"state": {"callbacks": states, "model": weights}}, checkpoint)
+    (run / "config.yaml").write_text(to_yaml(config))
+    save_file(weights, average)
+    return [checkpoint, average]
+
+
+def test_nothing_that_a_checkpoint_names_is_run_or_read_unless_the_user_names_it(tmp_path, monkeypatch):
+    proof, (config, model) = tmp_path / "proof", build()
+    touch = Plugin(path="subprocess.getoutput", arguments={"cmd": f"touch {proof}"})
+    monkeypatch.setenv("SECRET_OF_USER", "planted")
+    config.run_name, config.model.ingredients = "${oc.env:SECRET_OF_USER}", [touch]
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    for path in stored(tmp_path / "evil", config, weights):
+        assert load_config_of(path).run_name == config.run_name
+        for use in (load_model, lambda path: export(str(path), tmp_path / "out")):
+            with pytest.raises(ConfigurationError, match=r"ingredients subprocess\.getoutput"):
+                use(path)
+    with pytest.raises(ConfigurationError, match="no subclass"):
+        build(touch)
+    here, _ = build()
+    here.init_from = InitFromConfig(checkpoint=str(tmp_path / "evil" / "ep0-ba1.pt"))
+    for name, value in build_training_model(here, Device.cpu).state_dict().items():
+        assert torch.equal(value, weights[name])
+    assert not proof.exists()
+
+
+def test_ones_that_the_user_names_are_built_from_a_checkpoint(tmp_path):
+    path = f"{__name__}.Brightness"
+    config, model = build(Plugin(path=path))
+    nn.init.ones_(model.get_parameter("brightness.weight"))
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    for file in stored(tmp_path, config, weights):
+        found = load_model(file, paths=FrozenPaths(ingredients=[path]))
+        assert torch.equal(found.get_parameter("brightness.weight"), weights["brightness.weight"])
+    config.init_from = InitFromConfig(checkpoint=str(tmp_path / "ep0-ba1.pt"))
+    found = build_training_model(config, Device.cpu)
+    assert torch.equal(found.get_parameter("brightness.weight"), weights["brightness.weight"])
+
+
+def test_initial_weights_mean_what_they_meant_in_their_training(tmp_path):
+    scores = "model.score_conditioning={columns: [{name: a}, {name: b, mean: 2}]}"
+    turned = "model.score_conditioning={columns: [{name: b, mean: 2}, {name: a}]}"
+
+    def model(*overrides: str) -> nn.Module:
+        return build_training_model(load_config("tests/tools/toy.yaml", overrides), Device.cpu)
+
+    weights = {name: value.clone() for name, value in model(scores).state_dict().items()}
+    stored(tmp_path, load_config("tests/tools/toy.yaml", [scores]), weights)
+    start = f"init_from.checkpoint={tmp_path / 'ep0-ba1.pt'}"
+    changes = {
+        "act_fn is silu there and gelu here.*model.network": [scores, "model.network.act_fn=gelu"],
+        "model.score_conditioning takes": [scores.replace("mean: 2", "mean: 3")],
+        "model.score_conditioning takes .*b.*a.*here": [turned],
+    }
+    for message, others in changes.items():
+        with pytest.raises(ConfigurationError, match=message):
+            model(start, *others)
+    found = model(start, scores, "model.score_conditioning.dropout=0.3").state_dict()
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
+
+
+def test_a_published_folder_of_rectified_flow_is_not_continued_with_another_objective(tmp_path):
+    (tmp_path / "scheduler").mkdir()
+    (tmp_path / "model_index.json").write_text("{}")
+    scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}
+    (tmp_path / "scheduler/scheduler_config.json").write_text(json.dumps(scheduler))
+    config = load_config("tests/tools/toy.yaml", [f"init_from.checkpoint={tmp_path}"])
+    with pytest.raises(ConfigurationError, match="prediction_type is v_prediction, but flow"):
+        check_objective(config)
+    config.objective.prediction_type = PredictionType.flow
+    check_objective(config)
