@@ -100,7 +100,7 @@ def search(measure: Callable[[int], float], first: int) -> int:
         missing = [one for one in (best - 1, best + 1) if one not in values]
         if not missing:
             return best
-        values |= {one: measure(one) for one in missing}
+        values[missing[0]] = measure(missing[0])
 
 
 def sweep(path: Path, widths: Sequence[int], optimizer: str, seed: int, vae: Path, latents: Path) -> None:
@@ -122,30 +122,28 @@ def sweep(path: Path, widths: Sequence[int], optimizer: str, seed: int, vae: Pat
         best = {base: search(partial(measure, width, base), first) for base, first in best.items()}
 
 
-def optimum(losses: Mapping[int, float]) -> float:
-    """Estimate the exponent of the best learning rate by a parabola through the best one and its neighbours."""
+def optimum(losses: Mapping[int, float]) -> float | None:
+    """Estimate the exponent of the best learning rate by a parabola through it and its neighbours; None without them."""
     best = min(losses, key=losses.__getitem__)
-    below, least, above = (losses[best + step] for step in (-1, 0, 1))
-    return best + (below - above) / (2 * (below - 2 * least + above)) if math.isfinite(above) else best
+    below, least, above = (losses.get(best + step, math.nan) for step in (-1, 0, 1))
+    found = best + (below - above) / (2 * (below - 2 * least + above))
+    return found if math.isfinite(found) else None
 
 
 def write_table(path: Path) -> None:
-    """Write the table of the rows into the page."""
-    searches: dict[tuple[str, int, int], dict[int | None, dict[int, float]]] = {}
+    """Write the table of the finished searches into the page."""
+    searches: dict[tuple[str, int, str, int], dict[int, float]] = {}
     for row in read_rows(path).values():
-        search = searches.setdefault((row["optimizer"], row["seed"], row["width"]), {})
-        search.setdefault(row["base_width"], {})[row["exponent"]] = row["loss"]
-    head = ["optimizer", "seed", "width"]
-    head += [f"{name} {which}" for which in ("with", "without") for name in ("best `lr`", "loss")]
+        key = (row["optimizer"], row["seed"], str(row["base_width"] or "none"), row["width"])
+        searches.setdefault(key, {})[row["exponent"]] = row["loss"]
     lines = []
-    for (optimizer, seed, width), found in searches.items():
-        cells = [optimizer, str(seed), str(width)]
-        for losses in (found[max(found, key=bool)], found[None]):  # At the base width both are the same.
-            cells += [f"2^{optimum(losses):.1f}", f"{min(losses.values()):.3f}"]
-        lines.append(cells)
-    text = PAGE.read_text(encoding="utf-8")
-    table = markdown_table(head, sorted(lines, key=lambda cells: (*cells[:2], int(cells[2]))))
+    for key, losses in sorted(searches.items()):
+        if (found := optimum(losses)) is not None:
+            others = "; ".join(f"2^{exponent}: {loss:.3f}" for exponent, loss in sorted(losses.items()))
+            lines.append([*map(str, key), f"2^{found:.1f}", others])
+    table = markdown_table(["optimizer", "seed", "`base_width`", "width", "best `lr`", "loss at `lr`"], lines)
     pattern = r"(<!-- transfer -->\n).*?(<!-- /transfer -->)"
+    text = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(re.sub(pattern, lambda found: f"{found[1]}{table}\n{found[2]}", text, flags=re.DOTALL), "utf-8")
 
 
