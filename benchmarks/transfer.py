@@ -123,7 +123,7 @@ def sweep(path: Path, widths: Sequence[int], optimizer: str, seed: int, vae: Pat
 
 
 def optimum(losses: Mapping[int, float]) -> float | None:
-    """Estimate the exponent of the best learning rate by a parabola through it and its neighbours; None without them."""
+    """Estimate the exponent of the best learning rate by a parabola through its neighbours, if they are known."""
     best = min(losses, key=losses.__getitem__)
     below, least, above = (losses.get(best + step, math.nan) for step in (-1, 0, 1))
     found = best + (below - above) / (2 * (below - 2 * least + above))
