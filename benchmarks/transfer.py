@@ -74,6 +74,7 @@ def train(config: Config) -> float:
     model, data = build_training_model(config, Device.cpu), build_train_data(config)
     assert isinstance(model, LatentDiffusionTraining)
     evaluator, optimizer = build_evaluator(config, model), build_optimizer(config, model)
+    assert evaluator is not None
     schedule = partial(warmup_stable_decay, warmup=0.1 * STEPS, cooldown=0.3 * STEPS, total=STEPS, final=0.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
     autocast = torch.autocast("cpu", torch.bfloat16)
