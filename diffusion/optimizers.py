@@ -5,6 +5,7 @@ matrix. FSDP2 shards matrices by rows: each is gathered by one rank, which retur
 """
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, islice
 from typing import Any
@@ -24,6 +25,11 @@ NUM_ITERATIONS = 5
 UPDATE_SCALE = 0.2
 """Root mean square of an update of a full matrix over the learning rate, as AdamW's (Liu et al. 2025, section 2.2)."""
 
+WIDE_INPUTS = (
+    r"transformer\.(?!img_in\.|txt_in\.|.*\bin_layer\.).*|score_embedding\.out_layer\..*|alignment\.projector\.0\..*"
+)
+"""Names of the matrices in a model whose inputs are as wide as the transformer's hidden states. Images, captions, time
+features and scores have widths of their own, and so have the layers of a text adapter."""
 
 MAX_STACK = 2**26
 """Numbers of the matrices that are orthogonalised together: 128 MiB in bf16."""
@@ -111,6 +117,27 @@ def build_muon(model: nn.Module, *, momentum: float, **settings: Any) -> Muon:
     inside = set(matrices)
     others = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in inside]
     return Muon(matrices, others, momentum=momentum, **settings)
+
+
+def scale_rates(optimizer: AdamW, model: nn.Module, ratio: float) -> None:
+    """Let the updates of hidden states have the same size at any width (muP; Yang et al. 2022, table 8).
+
+    A matrix with wide inputs gets a group of its own. Its learning rate is divided by the ratio, with Muon by its root:
+    the spectral norm of its updates grows with the root only. The weight decay of a step stays.
+
+    Args:
+        optimizer: of the model's parameters, without a state.
+        model: a model with a transformer.
+        ratio: width of the network over the width that the learning rates are meant for.
+    """
+    wide = {weight for name, weight in model.named_parameters() if weight.ndim > 1 and re.fullmatch(WIDE_INPUTS, name)}
+    for group in optimizer.param_groups[:]:
+        factor = math.sqrt(ratio) if "momentum" in group else ratio
+        own = [weight for weight in group["params"] if weight in wide]
+        group["params"] = [weight for weight in group["params"] if weight not in wide]
+        rates = {"lr": group["lr"] / factor, "weight_decay": group["weight_decay"] * factor}
+        optimizer.add_param_group({**group, "params": own, **rates})
+    optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:

@@ -71,7 +71,7 @@ from diffusion.models.build import build_parts, load_weights
 from diffusion.models.fast.compilation import compile_text_encoder
 from diffusion.models.ingredients import adapt
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.networks import cast_positions
+from diffusion.models.networks import cast_positions, scale_output
 from diffusion.models.pretrained import check_identities, is_pipeline, is_single_file, read_vae
 from diffusion.models.tokenizers import caption_tokenizer
 from diffusion.operations.checks.data import (
@@ -87,7 +87,7 @@ from diffusion.operations.checks.machine import check_machines
 from diffusion.operations.costs import BudgetSpentError
 from diffusion.operations.heartbeats import heartbeat_folder
 from diffusion.operations.lease import leased, leased_checkpoints
-from diffusion.optimizers import AdamW, build_muon, warmup_stable_decay
+from diffusion.optimizers import AdamW, build_muon, scale_rates, warmup_stable_decay
 from diffusion.plugins import IndexedDataset, build_plugin, build_plugins, check_plugins
 from diffusion.sharding import fsdp_config, load_smddp
 from diffusion.storage import is_url
@@ -270,6 +270,8 @@ def build_training_model(config: Config, device: Device, *, is_new: bool = True)
         return with_seed(config.seed, lambda: _build_autoencoder(config, is_new))
     parts = build_parts(config.model, config.objective, resolution=config.data.resolution, seed=config.seed)
     model = LatentDiffusionTraining(**parts, num_slots=config.data.global_batch_size)
+    if config.optimizer.base_width is not None:
+        scale_output(model.network, model.network.config["hidden_size"] / config.optimizer.base_width)
     fast.apply(model.network, config.performance, device)
     if config.performance.compile_text_encoder:
         compile_text_encoder(model.text_encoder, model.network)
@@ -422,7 +424,7 @@ def build_trainer(
         ConfigurationError: an algorithm of the user's own cannot be built.
         DataError: the checkpoint is damaged.
     """
-    settings, optimizer = config.trainer, _build_optimizer(config, model)
+    settings, optimizer = config.trainer, build_optimizer(config, model)
     configured = group_settings(optimizer)
     try:
         trainer = HostTrainer(
@@ -466,7 +468,8 @@ def _drop_empty_scaler(checkpoint: dict[str, Any]) -> None:
         checkpoint["state"].pop("scaler", None)
 
 
-def _build_optimizer(config: Config, model: ComposerModel) -> AdamW:
+def build_optimizer(config: Config, model: ComposerModel) -> AdamW:
+    """Build the optimizer of a model's trained parameters."""
     optimizer = config.optimizer
     settings: dict[str, Any] = {
         "lr": optimizer.lr,
@@ -476,12 +479,15 @@ def _build_optimizer(config: Config, model: ComposerModel) -> AdamW:
         "fused": True,
     }
     if optimizer.name is OptimizerName.muon:
-        return build_muon(model, momentum=optimizer.momentum, **settings)
-    if isinstance(model, AutoencoderTraining):
-        parameters = model.parameter_groups()
+        built = build_muon(model, momentum=optimizer.momentum, **settings)
+    elif isinstance(model, AutoencoderTraining):
+        built = AdamW(model.parameter_groups(), **settings)
     else:
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return AdamW(parameters, **settings)
+        built = AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], **settings)
+    if optimizer.base_width is not None:
+        assert isinstance(model, LatentDiffusion)
+        scale_rates(built, model, model.network.config["hidden_size"] / optimizer.base_width)
+    return built
 
 
 def _build_scheduler(config: Config) -> ComposerScheduler:

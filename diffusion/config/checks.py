@@ -156,6 +156,11 @@ def _tasks(config: Config) -> Iterator[str]:
             "optimizer.name is muon with trainer.precision amp_fp16, whose scaled gradients only AdamW takes. Set "
             "optimizer.name=adamw, or trainer.precision=amp_bf16."
         )
+    if config.optimizer.base_width is not None and not _scales_with_width(config):
+        yield (
+            "optimizer.base_width is set, and only transformers without LoRA have such learning rates. Remove it, or "
+            "set task=diffusion model.architecture=transformer_m model.lora=null."
+        )
     if config.operations.max_dollars is not None and config.plan.price_per_gpu_hour is None:
         yield "operations.max_dollars is set without plan.price_per_gpu_hour. Set it, or operations.max_gpu_hours."
     if config.task is not Task.autoencoder:
@@ -180,6 +185,10 @@ def _tasks(config: Config) -> Iterator[str]:
             "task is autoencoder, whose latents are measured on data.streams after the training, also with "
             "plugins.train_dataset. Set data.local and data.streams."
         )
+
+
+def _scales_with_width(config: Config) -> bool:
+    return config.task is Task.diffusion and config.model.architecture.is_transformer and config.model.lora is None
 
 
 def _pixels(config: Config) -> Iterator[str]:

@@ -1,13 +1,15 @@
 """YAML files and overrides of the command line, merged into the dataclasses of a schema, and back to YAML.
 
 Files and overrides are merged in order as plain values, which are then checked against the types of the schema.
-OmegaConf resolves interpolations (`${key}`, `${oc.env:NAME}`). A problem names its key, and the file and line that the
-value comes from or the command line; the line is looked up only then.
+OmegaConf resolves interpolations (`${key}`, `${oc.env:NAME}`, `${times:2,${key}}`). A problem names its key, and the
+file and line that the value comes from or the command line; the line is looked up only then.
 """
 
 import dataclasses
+import math
 import re
 import textwrap
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -37,6 +39,9 @@ _END = "...\n"
 
 OVERRIDES = "overrides"
 """`overrides={a.b: 1, c: 2}` is `a.b=1 c=2`: a sweep varies several keys together with it."""
+
+with warnings.catch_warnings(action="ignore"):  # OmegaConf 2.4 calls it `register_resolver`, and 2.3 does not.
+    OmegaConf.register_new_resolver("times", lambda *factors: math.prod(int(str(one)) for one in factors), replace=True)
 
 Schema = TypeVar("Schema")
 

@@ -163,6 +163,10 @@ class ArchitectureConfig:
 class ModelConfig(Ingredients, ArchitectureConfig):
     """Architecture, pretrained weights and ingredients."""
 
+    scale: int | None = bounded(None, min=1)
+    """Size to which other keys of a YAML refer, such as `hidden_size: ${times:32,${model.scale}}` for the network, and
+    likewise batch and length of the run (`yamls/tiny/scale.yaml`). By itself it changes nothing."""
+
 
 @dataclass(kw_only=True)
 class FlowConfig:

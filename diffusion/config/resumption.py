@@ -29,7 +29,7 @@ _EFFECTS = (
     ),
     (
         Effect.refused,
-        r"task|optimizer\.name|trainer\.parallelism"
+        r"task|optimizer\.(name|base_width)|trainer\.parallelism"
         r"|(?!model\.(local_files_only|low_precision_norms)|autoencoder\.(adversarial_start|discriminator_lr))"
         r"(model|objective|autoencoder)(\..+)?",
     ),

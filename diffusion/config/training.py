@@ -81,6 +81,10 @@ class OptimizerConfig:
     lr: float = bounded(1e-4, min=0)
     """Learning rate after the warm-up."""
 
+    base_width: int | None = bounded(None, min=1)
+    """Width of a transformer (its `hidden_size`) for which `lr` was found. Learning rates of matrices and the random
+    output layer follow the width of the network, so that the best `lr` stays (muP). Null: they do not."""
+
     weight_decay: float = bounded(0.01, min=0)
     """Decoupled weight decay."""
 

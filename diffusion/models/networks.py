@@ -4,6 +4,7 @@ The transformer is PRX's: one stream of image tokens with rotary positions, so t
 captions as further keys and values.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -52,6 +53,12 @@ def predict(network: Network, noised: Tensor, timesteps: Tensor, conditioning: C
         return network(noised, timesteps, conditioning.text, added_cond_kwargs=added, return_dict=False)[0]
     timesteps = timesteps.expand(len(noised))
     return network(noised, timesteps, conditioning.text, attention_mask=conditioning.mask, return_dict=False)[0]
+
+
+@torch.no_grad()
+def scale_output(network: nn.Module, ratio: float) -> None:
+    """Divide a transformer's random output layer by the root of `ratio`, its width over that of the learning rate."""
+    network.get_submodule("final_layer.linear").get_parameter("weight").div_(math.sqrt(ratio))
 
 
 def take_whole_timesteps(network: Network) -> None:

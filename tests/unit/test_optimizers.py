@@ -1,6 +1,9 @@
 """Muon against closed forms, on one rank; on several: tests/integration/test_muon.py."""
 
 import copy
+import math
+import re
+from functools import partial
 
 import pytest
 import torch
@@ -12,11 +15,22 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion import optimizers
 from diffusion.checkpointing.save import local_shard
-from diffusion.config.ingredients import LoraConfig
+from diffusion.config.ingredients import (
+    AlignmentConfig,
+    LoraConfig,
+    ScoreColumn,
+    ScoreConditioningConfig,
+    TextAdapterConfig,
+)
+from diffusion.config.loading import load
 from diffusion.config.model import Architecture, ModelConfig
+from diffusion.config.schema import Config
+from diffusion.config.training import Device
+from diffusion.datasets.batch import BatchKey
 from diffusion.models.architectures import build_network
 from diffusion.models.ingredients.lora import add_lora
 from diffusion.optimizers import (
+    WIDE_INPUTS,
     AdamW,
     Muon,
     build_muon,
@@ -27,9 +41,12 @@ from diffusion.optimizers import (
     newton_schulz_each,
     newton_schulz_flops,
     num_rows,
+    scale_rates,
     warmup_stable_decay,
 )
 from diffusion.planning.memory import meta_parts
+from diffusion.train import build_optimizer, build_training_model
+from tests.tools.image_encoders import write_image_encoder
 from tests.tools.launches import LaunchCounter
 from tests.unit.models.fast.test_fast_unet import process_group  # noqa: F401
 
@@ -231,3 +248,88 @@ def test_wsd_at_its_corners():
     assert at(85) == pytest.approx(1 - 0.9 * 0.5)
     assert at(100) == pytest.approx(0.1)
     assert warmup_stable_decay(0, warmup=0, cooldown=4, total=4, final=0) == 1
+
+
+# Widths
+
+WIDTHS = (64, 256)
+
+
+def wide_transformer(width):
+    return {"hidden_size": width, "num_heads": width // 32, "depth": 2}
+
+
+def growth(*overrides):
+    """Exponents by which changes of the last block's MLP and of the output in a few steps grow with the width."""
+    found = []
+    for width in WIDTHS:
+        config = load(Config, "yamls/tiny/transformer.yaml", ["model.vae=null", "optimizer.lr=0.001", *overrides])
+        config.model.network = wide_transformer(width)
+        model = build_training_model(config, Device.cpu)
+        optimizer, generator = build_optimizer(config, model), torch.Generator().manual_seed(0)
+        batch = {
+            BatchKey.LATENT_MEAN: torch.randn(8, 4, 4, 4, generator=generator),
+            BatchKey.TOKEN_IDS: torch.randint(2048, (8, 24), generator=generator),
+            BatchKey.SAMPLE: torch.arange(8),
+        }
+        kept = []
+        for layer in (model.network.blocks[-1].down_proj, model.network.final_layer):
+            layer.register_forward_hook(lambda layer, inputs, output, kept=kept: kept.append(output.detach()))
+        for _ in range(4):
+            loss = model.loss(model(batch), batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        found.append([(kept[-2 + i] - kept[i]).square().mean().sqrt().log2().item() for i in range(2)])
+    return [(wide - narrow) / math.log2(WIDTHS[1] / WIDTHS[0]) for narrow, wide in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_activations_change_alike_at_all_widths_with_a_base_width_and_not_without(name):
+    """The coordinate check of muP (Yang et al. 2022, appendix D.1)."""
+    assert growth(f"optimizer.name={name}", "optimizer.base_width=64") == pytest.approx([0, 0], abs=0.1)
+    assert min(growth(f"optimizer.name={name}")) > 0.3
+
+
+def test_wide_inputs_are_those_that_grow_with_the_network(tmp_path):
+    encoder = str(write_image_encoder(tmp_path / "dinov2"))
+
+    def inputs(width, architecture):
+        ingredients = {
+            "text_adapter": TextAdapterConfig(),
+            "score_conditioning": ScoreConditioningConfig(columns=[ScoreColumn(name="a")]),
+            "alignment": AlignmentConfig(path=encoder),
+        }
+        network, parts = meta_parts(
+            ModelConfig(architecture=architecture, network=wide_transformer(width), **ingredients)
+        )
+        model = nn.ModuleDict({"transformer": network, **{one.part: one.module for one in parts}})
+        return {name: weight.shape[1] for name, weight in model.named_parameters() if weight.ndim > 1}
+
+    for architecture in (Architecture.tiny_transformer, Architecture.tiny_pixel_transformer):
+        narrow, wide = (inputs(width, architecture) for width in WIDTHS)
+        growing = {name for name in narrow if wide[name] > narrow[name]}
+        assert len(growing) == 2 * 7 + 5
+        assert {name for name in narrow if re.fullmatch(WIDE_INPUTS, name)} == growing
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_base_width_itself_and_the_weight_decay_of_a_step_change_nothing(name):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"transformer": nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(6, 4)])})})
+    others = [copy.deepcopy(model) for _ in range(2)]
+    optimizers = []
+    for one, ratio in zip((model, *others), (None, 1, 4), strict=True):
+        build = partial(build_muon, one, momentum=0.95) if name == "muon" else partial(AdamW, list(one.parameters()))
+        optimizers.append(build(**SETTINGS))
+        if ratio is not None:
+            scale_rates(optimizers[-1], one, ratio)
+        for weight in one.parameters():
+            weight.grad = torch.ones_like(weight)
+        optimizers[-1].step()
+    assert all(map(torch.equal, model.parameters(), others[0].parameters()))
+    factor = 2 if name == "muon" else 4
+    (wide,) = (group for group in optimizers[2].param_groups if group["lr"] != SETTINGS["lr"])
+    assert wide["lr"] == SETTINGS["lr"] / factor
+    assert wide["lr"] * wide["weight_decay"] == pytest.approx(SETTINGS["lr"] * SETTINGS["weight_decay"])
+    assert [weight.shape for weight in wide["params"]] == [(4, 6)]

@@ -319,6 +319,18 @@ def test_legal_combinations(configuration, overrides):
             1,
             ["samples.seed is 4294967296, but must be between 0 and 4294901760."],
         ),
+        (["optimizer.base_width=64"], 1, ["only transformers without LoRA"]),
+        (["optimizer.base_width=64", "task=autoencoder"], 1, ["only transformers without LoRA"]),
+        (
+            [
+                "optimizer.base_width=64",
+                "model.architecture=transformer_m",
+                "model.lora={}",
+                "init_from={checkpoint: a}",
+            ],
+            1,
+            ["only transformers without LoRA"],
+        ),
         (["trainer.keep_checkpoints=0"], 1, ["trainer.keep_checkpoints is 0"]),
         (["loggers.stream_loss_interval=0"], 1, ["loggers.stream_loss_interval is 0"]),
         (["seed=-1", "data.streams=[]"], 1, ["2 problems:\n", "seed is -1", "data.streams is empty"]),

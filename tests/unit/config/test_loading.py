@@ -297,6 +297,14 @@ def test_interpolations_fit_the_type_of_their_key(tmp_path: Path, monkeypatch: p
     assert (config.group, config.optimizer.lr) == ("3", 3.0)
 
 
+def test_products_of_other_keys(write):
+    scaled = ["model.network.width=${times:32,${model.scale}}", "trainer.max_duration=${times:10,${seed},2}ba"]
+    config = load_config(write(COMPLETE), [*scaled, "model.scale=3", "seed=5"])
+    assert (config.model.network["width"], config.trainer.max_duration) == (96, "100ba")
+    with pytest.raises(ConfigurationError, match=r"trainer\.max_duration.*cannot be resolved"):
+        load_config(write(COMPLETE), ["trainer.max_duration=${times:10,many}ba"])
+
+
 @pytest.mark.parametrize("value", ["!!bool maybe", "!!int ''", "!!timestamp x"])
 def test_a_tag_that_does_not_fit_is_an_error_of_the_configuration(tmp_path: Path, value: str) -> None:
     path = tmp_path / "run.yaml"

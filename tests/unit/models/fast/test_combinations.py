@@ -18,7 +18,7 @@ from diffusion.ema.averaging import Exponential, WeightAverage, reshard, trainab
 from diffusion.models.fast import compilation
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.sharding import fsdp_config, fsdp_modules, set_last_microbatch
-from diffusion.train import _build_optimizer, build_training_model
+from diffusion.train import build_optimizer, build_training_model
 from tests.tools.image_encoders import write_image_encoder
 from tests.unit.models.fast.test_fast_unet import process_group  # noqa: F401
 
@@ -121,7 +121,7 @@ def test_a_step_has_the_loss_of_the_plain_network_and_reaches_all_weights(words,
     words = words.split()
     config = configure(words, images)
     model = build(config)
-    optimizer = _build_optimizer(config, model)
+    optimizer = build_optimizer(config, model)
     losses = []
     for number in range(2):
         if config.trainer.parallelism.value == "fsdp":
