@@ -55,5 +55,5 @@ def test_one_command_makes_scores_and_grids(tmp_path: Path) -> None:
     assert result["images"] == NUM_CONCEPTS // 2
     steps = [line.split()[0] for line in (out / "seconds.txt").read_text().splitlines()]
     assert steps == ["scores", "prepare", "autoencoder", "encode", "transformer", "evaluate", "scores"]
-    assert Image.open(out / "grid.png").size == (150 + 3 * 32, 20 + 8 * 32)
+    assert Image.open(out / "grid.png").size == (150 + 3 * 64, 20 + 8 * 64)
     assert len((out / "evaluation" / "table.md").read_text().splitlines()) == 3
