@@ -39,7 +39,7 @@ from diffusion.reports.tables import markdown_table
 from diffusion.train import build_evaluator, build_optimizer, build_train_data, build_training_model
 
 YAML = "yamls/tiny/transformer.yaml"
-ROWS = ROOT / "benchmarks" / "transfer.jsonl"
+ROWS = ROOT / "docs" / "transfer.jsonl"
 PAGE = ROOT / "docs" / "recipes.md"
 FIRST = -7
 """Exponent of the learning rate at which the search begins."""

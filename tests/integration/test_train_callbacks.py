@@ -7,10 +7,11 @@ import pytest
 from diffusion.callbacks import build_callbacks
 from diffusion.callbacks.step import CollectiveTimeout
 from diffusion.checkpointing.resume import checkpoint_storage
+from diffusion.composer_models import LatentDiffusionTraining
 from diffusion.config.data import Mixing
 from diffusion.config.loading import load_config
 from diffusion.config.training import Device
-from diffusion.models.build import build_model
+from diffusion.models.build import build_parts
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,8 @@ def test_collectives_wait_longer_where_it_compiles(tmp_path, compilation, device
     )
     config.data.mixing = mixing
     config.trainer.compile_timeout, config.trainer.dist_timeout = 50.0, 40.0
-    model = build_model(config.model, config.objective, resolution=config.data.resolution, seed=0)
+    parts = build_parts(config.model, config.objective, resolution=config.data.resolution, seed=0)
+    model = LatentDiffusionTraining(**parts)
     heartbeat: Any = object()
     callbacks = build_callbacks(config, model, None, checkpoint_storage(config, tmp_path), device, heartbeat, {})
     found = [(one.first, one.then) for one in callbacks if isinstance(one, CollectiveTimeout)]
