@@ -5,8 +5,7 @@ matrix. FSDP2 shards matrices by rows: each is gathered by one rank, which retur
 """
 
 import math
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby, islice
 from typing import Any
 
@@ -24,12 +23,6 @@ NUM_ITERATIONS = 5
 
 UPDATE_SCALE = 0.2
 """Root mean square of an update of a full matrix over the learning rate, as AdamW's (Liu et al. 2025, section 2.2)."""
-
-WIDE_INPUTS = (
-    r"transformer\.(?!img_in\.|txt_in\.|.*\bin_layer\.).*|score_embedding\.out_layer\..*|alignment\.projector\.0\..*"
-)
-"""Names of the matrices in a model whose inputs are as wide as the transformer's hidden states. Images, captions, time
-features and scores have widths of their own, and so have the layers of a text adapter."""
 
 MAX_STACK = 2**26
 """Numbers of the matrices that are orthogonalised together: 128 MiB in bf16."""
@@ -119,7 +112,7 @@ def build_muon(model: nn.Module, *, momentum: float, **settings: Any) -> Muon:
     return Muon(matrices, others, momentum=momentum, **settings)
 
 
-def scale_rates(optimizer: AdamW, model: nn.Module, ratio: float) -> None:
+def scale_rates(optimizer: AdamW, wide: Collection[nn.Parameter], ratio: float) -> None:
     """Let the updates of hidden states have the same size at any width (muP; Yang et al. 2022, table 8).
 
     A matrix with wide inputs gets a group of its own. Its learning rate is divided by the ratio, with Muon by its root:
@@ -127,14 +120,14 @@ def scale_rates(optimizer: AdamW, model: nn.Module, ratio: float) -> None:
 
     Args:
         optimizer: of the model's parameters, without a state.
-        model: a model with a transformer.
+        wide: matrices whose inputs are as wide as the network.
         ratio: width of the network over the width that the learning rates are meant for.
     """
-    wide = {weight for name, weight in model.named_parameters() if weight.ndim > 1 and re.fullmatch(WIDE_INPUTS, name)}
+    matrices = set(wide)
     for group in optimizer.param_groups[:]:
         factor = math.sqrt(ratio) if "momentum" in group else ratio
-        own = [weight for weight in group["params"] if weight in wide]
-        group["params"] = [weight for weight in group["params"] if weight not in wide]
+        own = [weight for weight in group["params"] if weight in matrices]
+        group["params"] = [weight for weight in group["params"] if weight not in matrices]
         rates = {"lr": group["lr"] / factor, "weight_decay": group["weight_decay"] * factor}
         optimizer.add_param_group({**group, "params": own, **rates})
     optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]

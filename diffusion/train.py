@@ -71,7 +71,7 @@ from diffusion.models.build import build_parts, load_weights
 from diffusion.models.fast.compilation import compile_text_encoder
 from diffusion.models.ingredients import adapt
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.networks import cast_positions, scale_output
+from diffusion.models.networks import cast_positions, scale_output, wide_matrices
 from diffusion.models.pretrained import check_identities, is_pipeline, is_single_file, read_vae
 from diffusion.models.tokenizers import caption_tokenizer
 from diffusion.operations.checks.data import (
@@ -486,7 +486,10 @@ def build_optimizer(config: Config, model: ComposerModel) -> AdamW:
         built = AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], **settings)
     if optimizer.base_width is not None:
         assert isinstance(model, LatentDiffusion)
-        scale_rates(built, model, model.network.config["hidden_size"] / optimizer.base_width)
+        wide = wide_matrices(model.network)
+        for ingredient in model.ingredients:
+            wide += [model.get_parameter(f"{ingredient.part}.{name}") for name in ingredient.wide_matrices]
+        scale_rates(built, wide, model.network.config["hidden_size"] / optimizer.base_width)
     return built
 
 

@@ -22,7 +22,7 @@ class IngredientConfig:
 
     @property
     def inputs(self) -> Any:
-        """What the trained weights take for their inputs, which other phases have to keep."""
+        """Inputs that the trained weights expect, the same in all phases."""
         return None
 
     def conflicts(self, config: "Config") -> Iterator[str]:

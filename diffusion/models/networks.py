@@ -5,6 +5,7 @@ captions as further keys and values.
 """
 
 import math
+import re
 from typing import Any
 
 import torch
@@ -53,6 +54,15 @@ def predict(network: Network, noised: Tensor, timesteps: Tensor, conditioning: C
         return network(noised, timesteps, conditioning.text, added_cond_kwargs=added, return_dict=False)[0]
     timesteps = timesteps.expand(len(noised))
     return network(noised, timesteps, conditioning.text, attention_mask=conditioning.mask, return_dict=False)[0]
+
+
+def wide_matrices(network: nn.Module) -> list[nn.Parameter]:
+    """Matrices of a transformer whose inputs are as wide as its hidden states.
+
+    The inputs of the others, images, captions and time features, have widths of their own.
+    """
+    others = re.compile(r"(img_in|txt_in)\.|.*\bin_layer\.")
+    return [weight for name, weight in network.named_parameters() if weight.ndim > 1 and not others.match(name)]
 
 
 @torch.no_grad()

@@ -90,8 +90,12 @@ _VERSION = 2
 _ADDED = ("convert_to_srgb", "max_decoded_mb", "max_decoding_seconds", "max_captions_kb")
 """Settings that data sets of earlier versions lack."""
 
-_WRITTEN = (SCAN, f"{METADATA}/{part_name(0)}", f"{POSITIONS}/{positions_name(0)}",
-            f"{SCORES}/{CAPTIONS}/{part_name(0)}")  # fmt: skip
+_WRITTEN = (
+    SCAN,
+    f"{METADATA}/{part_name(0)}",
+    f"{POSITIONS}/{positions_name(0)}",
+    f"{SCORES}/{CAPTIONS}/{part_name(0)}",
+)
 """Names of files of the output that the pattern of a source may match."""
 
 _FIELDS = tuple(one.name for one in fields(Partition) if one.name != "items")

@@ -112,6 +112,7 @@ class AlignmentIngredient(Ingredient):
     """Aligns the output of a transformer's block, or of the middle of a U-Net, in training."""
 
     key = part = "alignment"
+    wide_matrices = ("projector.0.weight",)
     serves_training_only = True
     module: Alignment
 

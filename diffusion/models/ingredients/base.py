@@ -65,6 +65,9 @@ class Ingredient:
     serves_training_only: ClassVar[bool] = False
     """Models for sampling are built without it."""
 
+    wide_matrices: ClassVar[Sequence[str]] = ()
+    """Names of its matrices whose inputs are as wide as a transformer's hidden states (`optimizer.base_width`)."""
+
     freezes_weights: ClassVar[bool] = False
     """It freezes all other weights, so that averages hold only its own."""
 

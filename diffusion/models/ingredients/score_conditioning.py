@@ -76,6 +76,7 @@ class ScoreConditioningIngredient(Ingredient):
     """Adds the vector of scores to the time embedding of a network."""
 
     key, part = "score_conditioning", "score_embedding"
+    wide_matrices = ("out_layer.weight",)
     module: ScoreEmbedding
 
     def __init__(self, config: ScoreConditioningConfig) -> None:

@@ -282,7 +282,7 @@ def test_encoded_data(tmp_path):
 
 @pytest.mark.parametrize("folder", ["train", "train/16-up"])
 def test_folders_that_are_links(tmp_path, folder):
-    """Of prepared data with scores, and of encoded data."""
+    """Takedown from prepared data with scores, and from encoded data."""
     source, out, latents = tmp_path / "set", tmp_path / "out", tmp_path / "latents"
     scorers = [ScorerConfig(path="tests.tools.scored_data.Redness", column="redness")]
     write_folder(source, 4)
