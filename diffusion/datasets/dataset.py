@@ -1,9 +1,9 @@
 """The training data: samples of several streams of images or latents, read by index or in the global order.
 
-The order (`sample_order.py`) says which samples a rank reads in a step, the index of a stream (`mds.py`) which shard
-holds a sample, and the cache (`cache.py`) has the shard on this machine. A loader worker is given (epoch, step),
-computes the samples of its rank in that step, and fetches ahead what the next steps need, also those of the next epoch.
-The position in the data is known to the main process of a rank only.
+The order (`sample_order.py`) says which samples a rank reads in a step, the index of a stream (`formats/shards.py`)
+which shard holds a sample, and the cache (`cache.py`) has the shard on this machine. A loader worker is given (epoch,
+step), computes the samples of its rank in that step, and fetches ahead what the next steps need, also those of the next
+epoch. The position in the data is known to the main process of a rank only.
 """
 
 import json
