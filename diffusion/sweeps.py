@@ -22,6 +22,7 @@ from typing import Any
 
 import pandas as pd
 
+from diffusion.config.fields import check_sections
 from diffusion.config.loading import load_config, read_yaml, to_yaml
 from diffusion.errors import ConfigurationError
 from diffusion.files import open_lock
@@ -146,10 +147,12 @@ def make_points(
     """Make the points of a sweep, and check the configuration of each.
 
     Run folders lie in the folder, whose name is the group of the runs. `interpreter` replaces `${interpreter}`, the
-    overrides are for all points, and the seed is that of a random sweep.
+    overrides are for all points, and the seed is that of a random sweep, which may draw a point of a list again.
     """
     points: dict[str, Point] = {}
-    for values in choose_values(sweep, seed):
+    checkpoint_folders: set[str | None] = set()
+    chosen = choose_values(sweep, seed)
+    for values in chosen:
         words = {
             "${env}": ["/usr/bin/env"],
             "${interpreter}": interpreter,
@@ -160,11 +163,23 @@ def make_points(
         yaml, given = split_command(command)
         unnamed = _overrides({"run_name": folder.name, "group": folder.name, "output_folder": "point"})
         config = load_config(yaml, [*given, *unnamed])
+        check_sections(config)
         name = hashlib.sha256(to_yaml(config).encode()).hexdigest()[:10]
+        if name in points and sweep["method"] == "random":
+            continue
         if name in points:
             raise ConfigurationError(f"the points {points[name].values} and {values} are the same run: remove one")
         own = {"run_name": f"{folder.name}-{name}", "group": folder.name, "output_folder": str(folder / name)}
+        checkpoint_folder = load_config(yaml, [*given, *_overrides(own)]).trainer.checkpoint_folder
+        if checkpoint_folder is not None and checkpoint_folder in checkpoint_folders:
+            raise ConfigurationError(
+                f"several points have trainer.checkpoint_folder {checkpoint_folder}, and would continue one another: "
+                "write ${run_name} into it"
+            )
+        checkpoint_folders.add(checkpoint_folder)
         points[name] = Point(name=name, values=values, command=[*command, *_overrides(own)], folder=folder / name)
+    if num_repeated := len(chosen) - len(points):
+        log.warning("%d of %d points repeat others: %d run", num_repeated, len(chosen), len(points))
     return list(points.values())
 
 

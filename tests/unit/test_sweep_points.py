@@ -106,11 +106,25 @@ def test_a_point_has_the_same_name_wherever_it_comes(tmp_path):
         ("program: null\nparameters: {seed: {values: [1]}}\n", "program"),
         ("metric: {name: [a]}\nparameters: {seed: {values: [1]}}\n", "metric.name"),
         ("parameters: 5\n", "parameters"),
+        ("parameters: {optimizer.lr: {values: [-1]}}\n", "optimizer.lr"),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(tmp_path, text, key):
     with pytest.raises(ConfigurationError, match=key):
         points(write(tmp_path, text))
+
+
+def test_points_have_checkpoints_of_their_own(tmp_path):
+    path = write(tmp_path, "parameters: {seed: {values: [1, 2]}}\n")
+    with pytest.raises(ConfigurationError, match=r"trainer\.checkpoint_folder /x"):
+        points(path, "trainer.checkpoint_folder=/x")
+    assert len(points(path, "trainer.checkpoint_folder=/x/${run_name}")) == 2
+
+
+def test_a_random_point_that_repeats_another_is_skipped(tmp_path, caplog):
+    path = write(tmp_path, "method: random\nrun_cap: 20\nparameters: {seed: {values: [1, 2]}}\n")
+    assert sorted(point.values["seed"] for point in points(path)) == [1, 2]
+    assert "18 of 20" in caplog.text
 
 
 def test_a_command_must_pass_the_parameters_on(tmp_path):
