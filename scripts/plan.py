@@ -70,8 +70,8 @@ def main(arguments: Sequence[str]) -> None:
         "storage_per_tb_month": options.storage_price,
         "egress_per_tb": options.egress_price,
     }
-    fleets = find_fleets(options, configs)
-    choices = [[fleet] * len(configs) for fleet in fleets]
+    fleets = [find_fleets(options, config) for config in configs]
+    choices = [list(chosen) for chosen in zip(*fleets, strict=True)]
     if options.fleet:
         choices = [choose_fleets(options.fleet, configs, fleets)]
     budgets = [make_budget(configs, chosen, **settings) for chosen in choices]
@@ -82,15 +82,15 @@ def main(arguments: Sequence[str]) -> None:
             options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 
 
-def choose_fleets(words: Sequence[str], configs: Sequence[Config], fleets: "Sequence[Fleet]") -> "list[Fleet]":
-    """The fleet of each run, from words such as phase1=32xA100."""
+def choose_fleets(words: Sequence[str], configs: Sequence[Config], fleets: "Sequence[list[Fleet]]") -> "list[Fleet]":
+    """The fleet of each run, among those for it, from words such as phase1=32xA100."""
     from diffusion.planning.fleets import fleet_called
 
     chosen = {run: fleet for run, _, fleet in (word.partition("=") for word in words)}
     names = [config.run_name for config in configs]
     if chosen.keys() != {*names}:
         raise ConfigurationError(f"--fleet {' '.join(words)}: give NAME=NxKIND for each run: {', '.join(names)}")
-    return [fleet_called(chosen[name], fleets) for name in names]
+    return [fleet_called(chosen[name], known) for name, known in zip(names, fleets, strict=True)]
 
 
 def load_configs(words: Sequence[str], samples: Sequence[float] | None) -> list[Config]:
@@ -106,19 +106,20 @@ def load_configs(words: Sequence[str], samples: Sequence[float] | None) -> list[
     return configs
 
 
-def find_fleets(options: Namespace, configs: Sequence[Config]) -> "list[Fleet]":
-    """The requested fleets."""
+def find_fleets(options: Namespace, config: Config) -> "list[Fleet]":
+    """The requested fleets, with their throughput in a run."""
     from diffusion.planning.fleets import A100_FLEETS, fleets_from_benchmark, read_fleets
     from diffusion.planning.memory import parameter_counts
 
     fleets = read_fleets(options.fleets) if options.fleets is not None else []
     if options.measured is not None:
-        counts = parameter_counts(configs[0])
+        counts = parameter_counts(config)
         fleets += fleets_from_benchmark(
             options.measured,
             options.gpus,
+            architecture=config.model.architecture,
             num_parameters=counts.trained + counts.fixed,
-            global_batch_size=configs[0].data.global_batch_size,
+            global_batch_size=config.data.global_batch_size,
             network=options.network_gb * 1e9,
             price_per_gpu_hour=options.price,
             gpu_memory_bytes=options.gpu_memory_gb * 1e9 if options.gpu_memory_gb is not None else None,

@@ -347,12 +347,19 @@ def _amount(name: str, value: Any, *, may_be_zero: bool = False) -> float:
 
 
 def fleets_from_benchmark(
-    path: Path, sizes: Sequence[int], *, num_parameters: int, global_batch_size: int, network: float, **options: Any
+    path: Path,
+    sizes: Sequence[int],
+    *,
+    architecture: Architecture,
+    num_parameters: int,
+    global_batch_size: int,
+    network: float,
+    **options: Any,
 ) -> list[Fleet]:
     """Fleets of some sizes of the GPU that `python -m benchmarks` measured, by `predict_images_per_second`.
 
-    The file of rows has one GPU's steps of the Trainer at each resolution. Options are further fields of `Fleet`, such
-    as the price.
+    The file of rows has one GPU's steps of the Trainer at each resolution. Rows of a run's architecture count, without
+    any those of the first row's. Options are further fields of `Fleet`, such as the price.
 
     Raises:
         ConfigurationError: the file holds no such measurement.
@@ -364,11 +371,14 @@ def fleets_from_benchmark(
             for line in lines
             if line.get("kind") == "trainer" and line.get("result", {}).get("num_gpus") == 1
         ]
+        if all(row["architecture"] != architecture.value for row in rows):
+            architecture = Architecture(rows[0]["architecture"])
+        rows = [row for row in rows if row["architecture"] == architecture.value]
         best = {row["resolution"]: row for row in sorted(rows, key=lambda row: row["images_per_second"])}
         waiting = [
             row["seconds"] for row in rows if row.get("idle", 0.0) > IDLE and DDP not in row.get("overrides", ())
         ]
-        machine, architecture = rows[0]["machine"], Architecture(rows[0]["architecture"])
+        machine = rows[0]["machine"]
         deviation = max(row["deviation"] for row in best.values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigurationError(

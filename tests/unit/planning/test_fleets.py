@@ -213,7 +213,7 @@ def test_fleets_from_files(tmp_path):
     failed = json.dumps({"name": "trainer/256/256", "kind": "trainer", "error": "out of memory"}) + "\n"
     rows = [measured("trainer/256/16", "trainer", 16, 300.0), measured("trainer/256/64", "trainer", 64, 500.0)]
     path.write_text("".join([*rows, measured("step/256/64/loop", "step", 64, 900.0), failed]))
-    options = {**SD2, "network": PUBLISHED_NETWORK}
+    options = {**SD2, "network": PUBLISHED_NETWORK, "architecture": Architecture.stable_diffusion_2}
     one, many = fleets_from_benchmark(path, [1, 128], price_per_gpu_hour=4.0, **options)
     assert one.images_per_second[256] == pytest.approx(500, rel=0.01)
     assert 64 * 500 * 0.3 < many.images_per_second[256] < 128 * 500
@@ -226,10 +226,33 @@ def test_fleets_from_files(tmp_path):
 def test_a_step_is_not_shorter_than_the_host_needs():
     """Rows of 2026-11-27: at 256 px the host needed 0.289 s for a step, which is the time of 128 images."""
     path = ROOT / "benchmarks" / "2026-11-27-H200.jsonl"
-    few, many = fleets_from_benchmark(path, [8, 128], network=PUBLISHED_NETWORK, **SD2)
+    options = {**SD2, "network": PUBLISHED_NETWORK, "architecture": Architecture.stable_diffusion_2}
+    few, many = fleets_from_benchmark(path, [8, 128], **options)
     assert many.images_per_second[256] == pytest.approx(2048 / 0.289, rel=0.02)
     assert many.images_per_second[512] == pytest.approx(2048 / 0.289, rel=0.02)
     assert few.images_per_second[512] == pytest.approx(8 * 157, rel=0.02)
+
+
+def test_each_run_has_the_measured_rate_of_its_own_batch_and_architecture(tmp_path):
+    rows, plan = tmp_path / "rows.jsonl", tmp_path / "plan.json"
+    line = {"name": "trainer", "kind": "trainer", "machine": {"device": "H200"}}
+    for architecture, rate, idle in (("transformer_l", 900.0, 0.0), ("stable_diffusion_2", 500.0, 0.5)):
+        parameters = {"architecture": architecture, "resolution": 256}
+        result = {"images_per_second": rate, "deviation": 0.02, "num_gpus": 1, "idle": idle, "seconds": 0.5}
+        with rows.open("a") as file:
+            file.write(json.dumps({**line, "parameters": parameters, "result": result}) + "\n")
+
+    def rates(*names: str) -> dict[str, float]:
+        runs = [str(ROOT / f"yamls/{name}.yaml") for name in names]
+        plan_command([*runs, "--measured", str(rows), "--gpus", "8", "--json", str(plan)])
+        [budget] = json.loads(plan.read_text())
+        return {run["plan"]["run_name"]: run["plan"]["images_per_second"] for run in budget["runs"]}
+
+    alone = rates("small_256") | rates("phase1")
+    assert rates("small_256", "phase1") == rates("phase1", "small_256") == alone
+    assert alone["phase1"] == pytest.approx(8 * 500, rel=0.02)
+    [large] = fleets_from_benchmark(rows, [1], architecture=Architecture.transformer_l, network=1e9, **SD2)
+    assert large.images_per_second[256] == pytest.approx(900, rel=0.02)
 
 
 def test_a_save_that_costs_nothing_is_made_each_step():
