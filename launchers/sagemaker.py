@@ -91,8 +91,8 @@ def command(root: Path, ranks_per_host: str) -> tuple[list[str], dict[str, str]]
     channels = json.loads(described.read_text(encoding="utf-8")) if described.exists() else {}
     for name, channel in channels.items():
         refuse_sharded_channel(name, channel.get("S3DistributionType"))
-    # All values are strings; the SDKs put quotes around original strings.
-    settings = {name: value.strip('"') for name, value in hyperparameters.items()}
+    # All values are strings; the SDKs, and `training_job` where quotes are a value's own, write strings as JSON.
+    settings = {name: json.loads(value) if value.startswith('"') else value for name, value in hyperparameters.items()}
     yaml, hosts = settings.pop("yaml"), sorted(resources["hosts"])
     overrides = default_overrides(root, channels) | settings
     launch = [
@@ -156,6 +156,7 @@ def training_job(job: dict[str, Any], yaml: Path, overrides: list[str], now: dat
         )
     folder = f"{store}/{run}"
     settings = dict(text.split("=", 1) for text in [f"trainer.checkpoint_folder={folder}/checkpoints", *overrides])
+    settings = {name: json.dumps(value) if value.startswith('"') else value for name, value in settings.items()}
     entry = {"ContainerEntrypoint": ["python", "launchers/sagemaker.py"], "ContainerArguments": ["train"]}
     return run, {
         **job,

@@ -13,7 +13,7 @@ SSH=${SSH:-ssh}
 PORT=${PORT:-29500}
 # A lost connection is detected after 30 seconds.
 options=(-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=6)
-read -ra hosts <<< "${1:-}"
+read -rd '' -a hosts <<< "${1:-}"
 [ ${#hosts[@]} -gt 0 ] || { echo 'no hosts: launchers/ssh.sh "host1 host2" yamls/phase1.yaml ...' >&2; exit 2; }
 shift
 

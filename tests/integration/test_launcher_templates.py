@@ -416,3 +416,12 @@ def test_variables_that_are_set_stay_and_the_network_is_named_once():
     shown = dict(line.split("=", 1) for line in done.stdout.splitlines())
     assert (shown["NCCL_SOCKET_IFNAME"], shown["GLOO_SOCKET_IFNAME"], shown["NCCL_DEBUG"]) == ("ens", "ens5", "INFO")
     assert shown["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+
+
+def test_hosts_may_stand_on_lines_of_their_own(tmp_path):
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/bash\necho "${@: -2:1}"\n')
+    ssh.chmod(0o755)
+    command = [LAUNCHERS / "ssh.sh", "first\nsecond third\n", "tests/tools/toy.yaml"]
+    done = subprocess.run(command, env=environment() | {"SSH": str(ssh)}, capture_output=True, text=True, check=True)
+    assert sorted(done.stdout.split()) == ["first", "second", "third"]

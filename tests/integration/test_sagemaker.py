@@ -119,6 +119,13 @@ def test_a_job_becomes_the_command_of_the_run_on_each_host(client, run, tmp_path
     assert (config.run_name, config.optimizer.lr, config.validation) == ("phase1", 2e-4, None)
 
 
+def test_quotes_of_a_value_arrive(client, run, tmp_path):
+    prompt = 'samples.prompts=[a sign that says "stop"]'
+    name = run("submit", *PHASE1, 'group="null"', prompt).partition(": ")[0]
+    root = container(tmp_path, client.describe_training_job(TrainingJobName=name), "algo-1")
+    assert sagemaker.command(root, "8")[0][-2:] == ['group="null"', prompt]
+
+
 def test_quotes_of_the_sdks_and_missing_channels(tmp_path):
     """A job that was not made by `submit`."""
     resources = {"ResourceConfig": {"InstanceCount": 1}, "InputDataConfig": []}
