@@ -62,9 +62,9 @@ def read_pool(options: argparse.Namespace) -> "HostPool | None":
             raise ConfigurationError("--nodes, --ranks-per-host and --grow-after need --hosts FILE: add it")
         return None
     try:
-        text = options.hosts.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"--hosts {options.hosts} cannot be read: {error.strerror}") from error
+        text = options.hosts.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--hosts {options.hosts} cannot be read: {error}") from error
     hosts = parse_host_names(text, f"--hosts {options.hosts}")
     if not any(HOSTS_PLACEHOLDER in word for word in options.command):
         raise ConfigurationError(

@@ -97,7 +97,8 @@ class OperationsConfig:
     """Null: training continues after a loss that is not finite."""
 
     heartbeat_folder: str | None = None
-    """Folder of the heartbeats, one small file per rank; null: `heartbeats/` in the run folder."""
+    """Folder of the heartbeats, one small file per rank, in a subfolder for each run; null: `heartbeats/` in the run
+    folder."""
 
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
 

@@ -1,5 +1,6 @@
 """Heartbeats: what each rank does at present, in a small file that it overwrites, and that the supervisor reads."""
 
+import hashlib
 import json
 import os
 import time
@@ -96,7 +97,8 @@ class HeartbeatFile:
 def heartbeat_folder(config: Config, run: Path) -> Path:
     """Return the folder of a run's heartbeats; the run folder is given as it is reached from here."""
     folder = config.operations.heartbeat_folder
-    return Path(folder).expanduser() if folder else run / HEARTBEATS
+    name = hashlib.sha256(os.fsencode(os.path.abspath(run))).hexdigest()[:10]  # noqa: PTH100 -- without "..", links stay
+    return Path(folder).expanduser() / name if folder else run / HEARTBEATS
 
 
 def stacks_file(folder: Path, rank: int) -> Path:
@@ -111,7 +113,7 @@ def read_heartbeats(folder: Path) -> list[HeartbeatRecord]:
 
 
 def _read(path: Path) -> HeartbeatRecord | None:
-    """Read a heartbeat; several times if it is being overwritten."""
+    """Read a heartbeat; several times if it is being overwritten, or a network disk fails."""
     for attempt in range(_NUM_READS):
         time.sleep(0.01 if attempt else 0)
         try:
@@ -119,7 +121,7 @@ def _read(path: Path) -> HeartbeatRecord | None:
             return HeartbeatRecord(**{**fields, "phase": Phase(fields["phase"])})
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError):
+        except (OSError, ValueError, TypeError):
             continue
     return None
 

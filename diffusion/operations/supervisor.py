@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -20,13 +20,14 @@ import psutil
 
 from diffusion.config.operations import SupervisionConfig
 from diffusion.distributed import PREEMPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
-from diffusion.errors import ConfigurationError, MachineError, explained_writes
+from diffusion.errors import ConfigurationError, DataError, MachineError, explained_writes
 from diffusion.files import open_lock
-from diffusion.formats.run_folder import SUPERVISED, read_request
+from diffusion.formats.run_folder import LEASE, SUPERVISED, read_request
 from diffusion.operations import processes, timeouts
 from diffusion.operations.events import EventKind, EventLog
 from diffusion.operations.hang_detection import Condition, HangDetector, collect_stacks
 from diffusion.operations.heartbeats import HeartbeatRecord, Phase, clear_heartbeats, read_heartbeats
+from diffusion.operations.lease import Applicant, active_holder, await_lease
 
 log = logging.getLogger(__name__)
 
@@ -73,25 +74,26 @@ class Restarts:
     def pause_after(self, ending: Ending) -> tuple[float | None, str]:
         """Return the seconds before the next start, None without one, and the reason."""
         settings = self.settings
+        is_preempted = ending.code == PREEMPTED_EXIT_CODE
+        is_growing = is_preempted and ending.is_growing
+        if ending.step > self._last_step:
+            self._last_step, self._num_in_vain = ending.step, 0
+        elif not is_growing:
+            self._num_in_vain += 1
         if ending.code == 0:
             return None, ending.reason
         if ending.is_lasting:
             return None, f"{ending.reason}; a restart meets the same error"
-        if ending.code == USER_ERROR_EXIT_CODE and max(ending.step, self._last_step) < 0:
+        if ending.code == USER_ERROR_EXIT_CODE and self._last_step < 0:
             return None, f"{ending.reason}; no restart before the first step of the run"
-        is_preempted = ending.code == PREEMPTED_EXIT_CODE
-        if is_preempted and ending.is_growing:
+        if is_growing:
             return 0.0, ending.reason
         if is_preempted and not settings.continue_preempted:
             return None, f"{ending.reason}; operations.supervision.continue_preempted is false"
-        if ending.step > self._last_step:
-            self._last_step, self._num_in_vain = ending.step, 0
-        else:
-            self._num_in_vain += 1
         if self._num_in_vain > settings.max_restarts:
             number, step = settings.max_restarts, self._last_step
             return None, f"{ending.reason}; {number} consecutive restarts without a step after {step}"
-        pause = min(settings.first_pause * 2.0**self._num_in_vain, settings.longest_pause)
+        pause = min(settings.first_pause * 2.0 ** min(self._num_in_vain, 60), settings.longest_pause)
         return 0.0 if is_preempted else pause, ending.reason
 
 
@@ -226,9 +228,10 @@ class Supervisor:
         job = start_command(command, lock, self._environment)
         self.events.add(EventKind.started, processes=[job.pid])
         ending = self._follow(job)
-        if (rollback := read_request(self.run_folder)) is not None:
-            reason = f"the loss of step {rollback.step} is {rollback.loss}"
-            self.events.add(EventKind.rolling_back, reason, to=rollback.limit)
+        with suppress(DataError, OSError):  # The next start reads it again.
+            if (rollback := read_request(self.run_folder)) is not None:
+                reason = f"the loss of step {rollback.step} is {rollback.loss}"
+                self.events.add(EventKind.rolling_back, reason, to=rollback.limit)
         return ending
 
     def _follow(self, job: subprocess.Popen) -> Ending:
@@ -288,23 +291,29 @@ class Supervisor:
 
     def _lock(self) -> int:
         run = self.run_folder
-        running = MachineError(
-            f"a job of {run} is running already, supervised or not. End it (SIGTERM to a rank saves it), or wait for "
-            "its end"
-        )
-        with explained_writes(f"the run folder {run}", "Free space, or choose another output_folder"):
+        activity = f"a job of {run} is running already"
+        remedy = "End it (SIGTERM to a rank saves it), or wait for its end"
+        running = MachineError(f"{activity}, supervised or not. {remedy}")
+        here = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.time(), "folder": str(Path.cwd())}
+        record = json.dumps(here | {"arguments": self._arguments}).encode()
+        with (
+            explained_writes(f"the run folder {run}", "Free space, or choose another output_folder"),
+            ExitStack() as stack,
+        ):
             run.mkdir(parents=True, exist_ok=True)
             try:
                 lock = open_lock(run / SUPERVISED, timeout=timeouts.SUPERVISOR_LOCK)
             except TimeoutError as error:
                 raise running from error
-        if self._ranks():
-            os.close(lock)
-            raise running
-        os.fchmod(lock, 0o600)  # An argument may be a secret.
-        os.ftruncate(lock, 0)
-        here = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.time(), "folder": str(Path.cwd())}
-        os.write(lock, json.dumps(here | {"arguments": self._arguments}).encode())
+            stack.callback(os.close, lock)
+            if self._ranks():
+                raise running
+            if active_holder(run / LEASE) is not None:  # On another host, or it has just ended there.
+                await_lease(Applicant(run / LEASE), activity, remedy).release()
+            os.fchmod(lock, 0o600)  # An argument may be a secret.
+            os.pwrite(lock, record, 0)
+            os.ftruncate(lock, len(record))
+            stack.pop_all()
         return lock
 
 

@@ -276,6 +276,15 @@ def test_a_file_of_hosts_may_hold_comments(tmp_path, monkeypatch):
     assert pool == HostPool(hosts=("n0", "n1", "n2"), wanted=2)
 
 
+def test_a_file_of_hosts_is_utf_8_with_or_without_a_mark(tmp_path, monkeypatch):
+    file, arguments = tmp_path / "hosts", ["--", "ssh.sh", "{hosts}", "x.yaml"]
+    file.write_text("n0\n", encoding="utf-8-sig")
+    assert pool_of(monkeypatch, "--hosts", str(file), *arguments) == HostPool(hosts=("n0",))
+    file.write_text("n0 # für später", encoding="latin-1")
+    with pytest.raises(ConfigurationError, match=str(file)):
+        pool_of(monkeypatch, "--hosts", str(file), *arguments)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,5 +1,6 @@
 """The supervisor over jobs that act like training: when it starts again, ends a hang, and ends itself."""
 
+import errno
 import fcntl
 import json
 import os
@@ -19,7 +20,7 @@ import pytest
 
 from diffusion.config.operations import SupervisionConfig
 from diffusion.errors import ConfigurationError, MachineError
-from diffusion.formats.run_folder import SUPERVISED
+from diffusion.formats.run_folder import LEASE, ROLLBACK, SUPERVISED
 from diffusion.operations import supervisor as supervisor_module
 from diffusion.operations.events import EventLog, read_events
 from diffusion.operations.heartbeats import HeartbeatFile, HeartbeatRecord, Phase, read_heartbeats
@@ -202,6 +203,19 @@ def test_a_run_that_is_at_work_is_refused_also_when_its_supervisor_is_gone_until
     assert names(tmp_path) == ["started", "started", "finished"]
 
 
+def test_a_job_of_another_host_keeps_its_heartbeats(tmp_path):
+    supervisor = supervisor_of(tmp_path, [FINISHES])
+    file, holder = tmp_path / "beats/rank-0.json", {"host": "elsewhere", "namespace": "", "pid": 7, "time": 0.0}
+    file.touch()
+    holder |= {"token": "other"}
+    (tmp_path / LEASE).write_text(json.dumps({**holder, "count": 1}))
+    renewal = threading.Timer(1, (tmp_path / LEASE).write_text, [json.dumps({**holder, "count": 2})])
+    renewal.start()
+    with pytest.raises(MachineError, match="process 7 on elsewhere"):
+        supervisor.run()
+    assert file.exists()
+
+
 def test_who_looks_whether_a_run_is_supervised_keeps_no_supervisor_away(tmp_path, monkeypatch):
     looking = [os.open(tmp_path / SUPERVISED, os.O_RDONLY | os.O_CREAT)]
     fcntl.flock(looking[0], fcntl.LOCK_SH)
@@ -229,11 +243,40 @@ def test_a_heartbeat_that_is_being_overwritten_is_read_again(tmp_path, monkeypat
         times[path.name] += 1
         return read(path)[: 40 if path.name == "rank-1.json" and times[path.name] < 3 else None]
 
+    def read_from_a_network_disk(path: Path) -> bytes:
+        times[path.name] += 1
+        if times[path.name] == 1:
+            raise OSError(errno.ESTALE, "stale file handle")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_from_a_network_disk)
+    assert [beat.rank for beat in read_heartbeats(tmp_path)] == [0, 1]
+    times |= dict.fromkeys(times, 0)
     monkeypatch.setattr(Path, "read_bytes", read_while_it_is_written)
     assert [beat.rank for beat in read_heartbeats(tmp_path)] == [0, 1]
     assert times == {"rank-0.json": 1, "rank-1.json": 3}
     (tmp_path / "rank-0.json").write_text("{")
     assert [beat.rank for beat in read_heartbeats(tmp_path)] == [1], "one that stays so is left out"
+
+
+def test_a_rollback_that_cannot_be_read_does_not_end_the_supervisor(tmp_path):
+    supervisor = supervisor_of(tmp_path, [FINISHES])
+    (tmp_path / ROLLBACK).write_text("{")
+    assert supervisor.run() == 0
+
+
+def test_a_full_disk_keeps_the_record_of_the_supervisor_before(tmp_path, monkeypatch):
+    (tmp_path / SUPERVISED).write_text("the one before")
+
+    def pwrite(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    supervisor = supervisor_of(tmp_path, [FINISHES])
+    with monkeypatch.context() as full, pytest.raises(MachineError, match="No space left"):
+        for name in ("write", "pwrite"):
+            full.setattr(os, name, pwrite)
+        supervisor.run()
+    assert (tmp_path / SUPERVISED).read_text() == "the one before"
 
 
 def test_a_run_folder_that_cannot_be_written_is_refused(tmp_path):

@@ -1,5 +1,7 @@
 """What follows the end of a job."""
 
+from dataclasses import replace
+
 from diffusion.config.operations import SupervisionConfig
 from diffusion.operations.heartbeats import HeartbeatRecord, Phase
 from diffusion.operations.supervisor import Ending, Restarts, ending_of
@@ -34,6 +36,18 @@ def test_restarts_in_vain_have_an_end():
 def test_a_preempted_job_starts_again_at_once_or_not_at_all():
     assert Restarts(SETTINGS).pause_after(ending(75, 5))[0] == 0
     assert Restarts(SupervisionConfig(continue_preempted=False)).pause_after(ending(75, 5))[0] is None
+
+
+def test_an_error_after_a_growth_is_tried_again():
+    restarts = Restarts(SETTINGS)
+    grown = replace(ending(75, 5), is_growing=True)
+    assert restarts.pause_after(grown)[0] == 0
+    assert restarts.pause_after(ending(2))[0] is not None
+
+
+def test_the_pause_of_very_many_restarts_is_the_longest():
+    restarts = Restarts(SupervisionConfig(max_restarts=2000, longest_pause=25))
+    assert {restarts.pause_after(ending(1))[0] for _ in range(1100)} == {20, 25}
 
 
 def test_what_worked_before_is_tried_again_and_what_never_did_is_not():
