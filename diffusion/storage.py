@@ -485,7 +485,8 @@ class _S3Store:
 
     def stat(self, uri: str) -> StoredFile:
         head = self._read(uri, lambda client: client.head_object(**_object(uri)))
-        return StoredFile(uri, head["ContentLength"], head["ETag"].strip('"'))
+        time = head["LastModified"].timestamp()
+        return StoredFile(uri, head["ContentLength"], head["ETag"].strip('"'), time)
 
     def read(self, uri: str, start: int, stop: int | None, version: str | None) -> bytes:
         wanted = _object(uri)

@@ -101,7 +101,13 @@ def resume(run: Path, overrides: list[str]) -> None:
             "continues it"
         )
     program = Path(__file__).resolve().with_name("supervise.py")
-    os.chdir(supervisor.folder)
+    try:
+        os.chdir(supervisor.folder)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{supervisor.folder}, in which {run} was started, cannot be entered: {error.strerror}. Restore it, or "
+            "repeat the command of the run elsewhere"
+        ) from error
     os.execv(sys.executable, [sys.executable, str(program), *supervisor.arguments, *overrides])
 
 

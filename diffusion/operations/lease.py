@@ -240,15 +240,19 @@ class Applicant:
                 return Lease(self.record, own, is_own=True)
 
 
-def active_holder(path: Path) -> Holder | None:
-    """Return the holder of a lease that is alive: a process of this host, or one that has renewed the lease lately."""
-    holder = _holder_of(_FileRecord(path).read())
+def active_holder(location: Path | str) -> Holder | None:
+    """Return the holder of a lease that is alive: a process of this host, or one that has renewed the lease lately.
+
+    The lease is a file, or an object of S3 by its URI.
+    """
+    holder = _holder_of(Applicant(location).record.read())
     if holder is None:
         return None
     if _is_here(holder):
         return holder if is_alive(holder) else None
     with suppress(FileNotFoundError):
-        if time.time() - path.stat().st_mtime < 2 * timeouts.LEASE:
+        written = location.stat().st_mtime if isinstance(location, Path) else storage.stat(location).time
+        if time.time() - (written or 0.0) < 2 * timeouts.LEASE:
             return holder
     return None
 

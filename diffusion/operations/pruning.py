@@ -8,8 +8,10 @@ from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoint, Remot
 from diffusion.config.checks import steps_of
 from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError, MachineError
+from diffusion.formats.run_folder import LEASE
+from diffusion.operations.lease import active_holder
 from diffusion.operations.runs import absolute, checkpoints_of, is_running, read_supervisor
-from diffusion.storage import is_url
+from diffusion.storage import is_url, join
 
 
 def initial_checkpoint(run: Path, config: Config) -> tuple[str, ...]:
@@ -41,8 +43,6 @@ def find_superseded(run: Path, config: Config, num_kept: int | None) -> list[Pat
     """
     settings, location = config.trainer, checkpoints_of(run, config)
     num_kept = settings.keep_checkpoints if num_kept is None else num_kept
-    if is_running(run):
-        raise MachineError("it is running")
     if num_kept < 1:
         raise ConfigurationError(f"trainer.keep_checkpoints is {num_kept}, which keeps all: give --keep")
     if _is_guessed(run, settings.checkpoint_folder):
@@ -50,6 +50,8 @@ def find_superseded(run: Path, config: Config, num_kept: int | None) -> list[Pat
             f"trainer.checkpoint_folder is {settings.checkpoint_folder}, and the folder in which the run was started "
             "is not known"
         )
+    if is_running(run) or active_holder(join(location, LEASE) if is_url(location) else Path(location, LEASE)):
+        raise MachineError("it is running")
     every = None
     if settings.keep_every is not None:
         every = steps_of(config, settings.keep_every, "trainer.keep_every")

@@ -8,7 +8,8 @@ from pathlib import Path
 from diffusion.config.schema import Config
 from diffusion.errors import MachineError
 from diffusion.files import lock
-from diffusion.formats.run_folder import BUDGET, CHECKPOINTS, COSTS, FINISHED, LEASE, PREEMPTED, SUPERVISED
+from diffusion.formats.run_folder import BUDGET, CHECKPOINTS, COSTS, LEASE, PREEMPTED, SUPERVISED, finished_step
+from diffusion.operations.costs import read_costs
 from diffusion.operations.heartbeats import heartbeat_folder, read_heartbeats
 from diffusion.operations.lease import active_holder
 from diffusion.operations.processes import ProcessRecord, is_alive, terminate
@@ -19,7 +20,10 @@ def read_status(run: Path) -> str:
     """Return the status of a run in words."""
     if is_running(run):
         return "running"
-    markers = {FINISHED: "finished", BUDGET: "budget spent", PREEMPTED: "pre-empted"}
+    step = finished_step(run)
+    if step is not None and all(start.reached <= step for start in read_costs(run)[-1:]):  # Else it was continued.
+        return "finished"
+    markers = {BUDGET: "budget spent", PREEMPTED: "pre-empted"}
     otherwise = "interrupted" if (run / COSTS).is_file() else "not trained"  # A check has failed.
     return next((text for name, text in markers.items() if (run / name).is_file()), otherwise)
 

@@ -21,7 +21,7 @@ from diffusion.checkpointing.layout import batch_of
 from diffusion.errors import MachineError
 from diffusion.formats.run_folder import LEASE
 from diffusion.operations import lease, timeouts
-from diffusion.operations.lease import Applicant, leased
+from diffusion.operations.lease import Applicant, active_holder, leased
 from tests.tools.s3_server import s3_process, s3_server
 from tests.tools.training_runs import Job, Run
 
@@ -142,6 +142,16 @@ def test_one_of_several_at_the_same_moment_acquires_a_lease(location):
     assert Applicant(location).acquire() is None
     own.release()
     assert Applicant(location).acquire() is not None
+
+
+def test_the_holder_of_a_lease_is_active_until_a_while_after_its_last_renewal(location, monkeypatch):
+    assert active_holder(location) is None
+    own = Applicant(location).acquire()
+    assert own is not None
+    elsewhere(monkeypatch)
+    assert active_holder(location) == own.holder
+    monkeypatch.setattr(timeouts, "LEASE", -10.0)
+    assert active_holder(location) is None
 
 
 def test_a_lease_that_is_not_renewed_passes_to_one_other_and_its_holder_notices(location, monkeypatch):

@@ -63,7 +63,7 @@ def supervise(folder: Path, pid: int, arguments: list[str], *, host: str | None 
 def test_runs_are_found_and_each_says_how_it_stands(tmp_path, capsys):
     for name in ("a", "sweep/b", "c"):
         write_run(tmp_path / name)
-    (tmp_path / "a" / FINISHED).write_text("{}")
+    (tmp_path / "a" / FINISHED).write_text('{"step": 1234}')
     (tmp_path / "sweep/b" / BUDGET).write_text("{}")
     file = CostsFile(tmp_path / "a")
     seconds = {kind.value: 0.0 for kind in Activity} | {"training": 3600.0, "data": 1800.0}
@@ -82,6 +82,8 @@ def test_runs_are_found_and_each_says_how_it_stands(tmp_path, capsys):
     assert read_status(tmp_path / "c") == "not trained"
     (tmp_path / "c" / COSTS).write_text("")
     assert read_status(tmp_path / "c") == "interrupted"
+    (tmp_path / "a" / FINISHED).write_text('{"step": 1000}')
+    assert read_status(tmp_path / "a") == "interrupted", "it was continued"
     runs_command.show(tmp_path / "a")
     shown = capsys.readouterr().out
     assert "66.7%" in shown
@@ -152,6 +154,19 @@ def test_the_supervisor_is_asked_to_stop_and_without_one_the_ranks(tmp_path):
         stop(tmp_path / "run", config)
 
 
+def test_a_run_is_not_stopped_by_the_heartbeats_of_another_in_the_same_folder(tmp_path):
+    shared = f"operations.heartbeat_folder={tmp_path / 'heartbeats'}"
+    stopped, other = (write_run(tmp_path / name, shared) for name in "ab")
+    rank = subprocess.Popen(["sleep", "600"])
+    try:
+        beat(other, host=socket.gethostname(), pid=rank.pid)
+        with pytest.raises(MachineError, match="not running on this machine"):
+            stop(tmp_path / "a", stopped)
+        assert stop(tmp_path / "b", other) == [rank.pid]
+    finally:
+        rank.kill()
+
+
 def test_a_process_with_the_number_of_a_supervisor_that_is_gone_or_elsewhere_is_left_alone(tmp_path):
     config = write_run(tmp_path / "run")
     stranger, rank = (subprocess.Popen(["sleep", "600"]) for _ in range(2))
@@ -186,6 +201,9 @@ def test_a_run_goes_on_with_the_command_of_its_supervisor(tmp_path, monkeypatch)
     arguments = ["--hosts", "file", "--", "composer", "run.py", "a.yaml", "operations.max_dollars=9"]
     assert called == [[sys.executable, str(ROOT / "scripts/supervise.py"), *arguments]]
     assert Path.cwd() == run, "paths in the command are relative to where it was given"
+    (run / SUPERVISED).write_text((run / SUPERVISED).read_text().replace(str(run), str(tmp_path / "gone")))
+    with pytest.raises(ConfigurationError, match=str(tmp_path / "gone")):
+        runs_command.resume(run, [])
 
 
 def test_old_checkpoints_go_and_those_of_a_run_at_work_stay(tmp_path):
@@ -232,6 +250,14 @@ def test_a_checkpoint_stays_with_which_a_run_began_by_another_path(tmp_path, mon
     monkeypatch.chdir("/")
     runs_command.prune([tmp_path], 1, is_confirmed=True)
     assert [path.name for path in list_checkpoints(folder)] == ["ep0-ba2.pt", "ep0-ba4.pt", "ep0-ba8.pt"]
+
+
+def test_checkpoints_stay_while_a_run_with_another_folder_holds_them(tmp_path):
+    config = write_run(tmp_path / "run", f"trainer.checkpoint_folder={tmp_path / 'kept'}")
+    (tmp_path / "kept").mkdir()
+    hold(tmp_path / "kept", host="elsewhere")
+    with pytest.raises(MachineError, match="running"):
+        find_superseded(tmp_path / "run", config, num_kept=1)
 
 
 def test_a_relative_checkpoint_folder_is_that_of_the_folder_in_which_the_run_was_started(tmp_path, monkeypatch):
