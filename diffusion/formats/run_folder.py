@@ -151,9 +151,13 @@ def finished_step(run: Path) -> int | None:
 
 
 def preemption_signal(run: Path) -> str | None:
-    """Return the name of the signal that interrupted a run; None without one."""
-    path = run / PREEMPTED
-    return json.loads(path.read_text(encoding="utf-8")).get("signal", "a signal") if path.is_file() else None
+    """Return the name of the signal that interrupted a run, as far as its marker says it; None without a marker."""
+    try:
+        return json.loads((run / PREEMPTED).read_text(encoding="utf-8"))["signal"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return "a signal"
 
 
 # Metrics

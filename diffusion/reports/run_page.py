@@ -248,9 +248,12 @@ def samples_section(run: Run) -> dict[str, Any]:
     steps = list(run.samples)
     grids, prompts = [], []
     for step in (steps[i] for i in spread(len(steps), GRIDS_SHOWN)):
-        with Image.open(run.samples[step]) as image:
-            settings = json.loads(image.info.get("samples", "{}"))
-            grid = image.convert("RGB")
+        try:
+            with Image.open(run.samples[step]) as image:
+                settings = json.loads(image.info.get("samples", "{}"))
+                grid = image.convert("RGB")
+        except (OSError, SyntaxError, ValueError):  # Damaged.
+            continue
         grid.thumbnail((GRID_WIDTH, grid.height))
         prompts = settings.get("prompts", prompts)
         weights = {"ema": ", average of the weights (EMA)", "raw": ", weights of that step"}

@@ -214,6 +214,19 @@ def test_a_page_of_two_phases_has_all_parts_and_no_secret(tmp_path: Path) -> Non
     assert (tmp_path / "again.html").read_text() == page
 
 
+def test_a_page_leaves_out_damaged_samples_and_takes_a_damaged_marker_for_a_signal(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [{"step": 0, TRAIN_LOSS: 1.0}])
+    for step, size in ((10, None), (20, 100), (30, 0)):
+        path = folder / f"samples/step-{step}.png"
+        Image.effect_noise((60, 30), 50).save(path)
+        path.write_bytes(path.read_bytes()[:size])
+    (folder / "preempted.json").touch()
+    write_report([read_run(folder)], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert set(re.findall(r"run, step (\d+)", page)) == {"10"}
+    assert "pre-empted by a signal" in page
+
+
 def test_results_of_several_output_folders_are_apart(tmp_path: Path) -> None:
     for run, value in (("one", 1.0), ("two", 2.0)):
         numbers = {"fid": Number(value=value, protocol={"images": 10})}
