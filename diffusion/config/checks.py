@@ -7,6 +7,7 @@ They take less than a second and need no GPU. Limits of single keys and relation
 import math
 import posixpath
 from collections.abc import Iterator
+from pathlib import Path
 
 from omegaconf import MISSING
 
@@ -102,6 +103,12 @@ def _folders(config: Config) -> Iterator[str]:
         yield (
             f"output_folder is '{config.output_folder}', but must be a local folder. Set one, and "
             "trainer.checkpoint_folder=s3://bucket/prefix for checkpoints in an object store."
+        )
+    checkpoints = config.trainer.checkpoint_folder
+    if checkpoints and Path(checkpoints).expanduser().resolve() == Path(config.output_folder).expanduser().resolve():
+        yield (
+            f"trainer.checkpoint_folder is '{checkpoints}', the output_folder, where the lease of the run is. Set "
+            "another folder, or null for checkpoints/ in it."
         )
     paths = {
         "run_name": config.run_name,

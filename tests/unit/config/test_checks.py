@@ -183,6 +183,11 @@ def test_legal_combinations(configuration, overrides):
         (["autoencoder.initial_logvar=.nan"], 1, ["autoencoder.initial_logvar is nan", "-30", "20"]),
         (["operations.guard.skip_steps=[3, -1]"], 1, ["operations.guard.skip_steps.1 is -1"]),
         (["operations.heartbeat_folder=s3://bucket/h"], 1, ["operations.heartbeat_folder is 's3://bucket/h'"]),
+        (
+            ["output_folder=runs/a", "trainer.checkpoint_folder=./runs/a/"],
+            1,
+            ["trainer.checkpoint_folder is './runs/a/'"],
+        ),
         (["operations.max_dollars=3"], 1, ["operations.max_dollars", "plan.price_per_gpu_hour"]),
         (["data.validate_hash=shake_128"], 1, ["data.validate_hash is 'shake_128'"]),
         (["data.validate_hash=crc"], 1, ["data.validate_hash is 'crc'"]),
