@@ -112,7 +112,6 @@ def overrides(data: Path, kind: str = "images", mixing: str = "groups") -> list[
         "trainer.eval_interval=4ba",
         "trainer.save_interval=3ba",
         "loggers.stream_loss_interval=4",
-        "samples.prompts=[]",
         "plugins.train_dataset=null",
     ]
 

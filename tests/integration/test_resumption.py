@@ -22,7 +22,6 @@ COMMON = [
     f"trainer.max_duration={NUM_STEPS}ba",
     "trainer.save_interval=2ba",
     "algorithms.ema.start=4ba",
-    "samples.prompts=[]",
 ]
 KILL = int(signal.SIGKILL)
 TERMINATE = int(signal.SIGTERM)
