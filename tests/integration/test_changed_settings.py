@@ -6,7 +6,6 @@ import shutil
 import signal
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,19 +29,17 @@ def command(run: Path, *overrides: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def finished(server, tmp_path_factory) -> dict[str, Path]:
-    """A run of two steps with each parallelism."""
-    root = tmp_path_factory.mktemp("finished")
-    for parallelism in ("fsdp", "ddp"):
-        server.command(1, command(root / parallelism, f"trainer.parallelism={parallelism}"))
-    return {parallelism: root / parallelism for parallelism in ("fsdp", "ddp")}
+def finished(server, tmp_path_factory) -> Path:
+    """A run of two steps."""
+    run = tmp_path_factory.mktemp("finished") / "run"
+    server.command(1, command(run))
+    return run
 
 
-@pytest.mark.parametrize("duration", ["2ba", "4ba"])
-def test_another_objective_is_refused_also_when_nothing_is_left_to_do(server, finished, duration):
-    run = finished["fsdp"]
+def test_another_objective_is_refused_also_when_nothing_is_left_to_do(server, finished):
+    run = finished
     config, checkpoints = (run / "config.yaml").read_bytes(), list_checkpoints(run / "checkpoints")
-    job = server.start(1, command(run, f"trainer.max_duration={duration}", *OTHER_OBJECTIVE)).finish()
+    job = server.start(1, command(run, *OTHER_OBJECTIVE)).finish()
     assert job.codes == [2], job.output
     message = "objective.prediction_type (was v_prediction, is epsilon); objective.offset_noise (was 0.0, is 0.3)"
     assert message in job.output
@@ -97,19 +94,19 @@ def test_a_key_that_the_checkpoint_does_not_know_had_its_default(tmp_path):
         check_changes(load_config(toy, ["objective.posterior=mean"]), checkpoint, "it")
 
 
-@pytest.mark.parametrize("parallelism", ["fsdp", "ddp"])
-def test_a_finished_run_keeps_its_configuration_and_says_so(server, finished, parallelism):
-    run = finished[parallelism]
-    config = (run / "config.yaml").read_bytes()
-    job = server.command(1, command(run, f"trainer.parallelism={parallelism}", "optimizer.lr=0.77"))
-    assert (run / "config.yaml").read_bytes() == config
+def test_a_finished_run_keeps_its_configuration_and_says_so(server, finished):
+    run = finished
+    kept = [run / "config.yaml", run / "metrics.jsonl", *(run / "checkpoints").rglob("*")]
+    before = {path: path.read_bytes() for path in kept if path.is_file()}
+    job = server.command(1, command(run, "optimizer.lr=0.77"))
+    assert {path: path.read_bytes() for path in before} == before
     assert job.output.count(f"resuming from {run / 'checkpoints'}") == 1
     assert job.output.count("run toy has reached its end (2) before; nothing is left to do") == 1
 
 
 def test_what_may_be_another_is_told_and_recorded(server, finished, tmp_path):
     run = tmp_path / "run"
-    shutil.copytree(finished["fsdp"], run)
+    shutil.copytree(finished, run)
     free = ["trainer.max_duration=3ba", "optimizer.lr=0.002", "model.low_precision_norms=false"]
     job = server.command(1, command(run, *free))
     changed = [line for line in job.output.splitlines() if line.startswith("settings that differ from")]
@@ -130,9 +127,12 @@ def test_what_may_be_another_is_told_and_recorded(server, finished, tmp_path):
 class RecordGroups(Callback):
     """Record the settings of the parameter groups at each step."""
 
+    def __init__(self, file: str) -> None:
+        self.file = Path(file)
+
     def batch_start(self, state: State, logger: Logger) -> None:
         rows = group_settings(state.optimizers[0])
-        with Path(os.environ["GROUPS_FILE"]).open("a") as file:
+        with self.file.open("a") as file:
             file.write(json.dumps({"step": state.timestamp.batch.value, "groups": rows}) + "\n")
 
 
@@ -152,7 +152,7 @@ DISCRIMINATOR = ["autoencoder.adversarial_weight=0.1", "autoencoder.adversarial_
 )
 def test_optimizer_and_schedule_have_the_settings_of_this_start(server, shapes, tmp_path, yaml, common, changes):
     yaml = {"toy": "tests/tools/toy.yaml", "autoencoder": "yamls/tiny/autoencoder.yaml"}[yaml]
-    common = [*common, "plugins.callbacks=[{path: tests.integration.test_changed_settings.RecordGroups}]", *SHORT]
+    common = [*common, *SHORT]
     if "tiny" in yaml:
         common = [
             *common[:-3],
@@ -162,16 +162,17 @@ def test_optimizer_and_schedule_have_the_settings_of_this_start(server, shapes, 
             "schedule.warmup=2ba",
         ]
 
-    def groups(name: str, *starts: list[str]) -> list[dict[str, Any]]:
-        for overrides in starts:
-            everything = [f"output_folder={tmp_path / name}", *common, *overrides]
-            file = str(tmp_path / f"{name}.jsonl")
-            job = server.start_training(1, [(yaml, everything)], GROUPS_FILE=file).finish()
-            assert job.codes == [0], job.output
-        return [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+    def start(name: str, *overrides: str) -> tuple[str, list[str]]:
+        record = f"{{path: {__name__}.RecordGroups, arguments: {{file: {tmp_path / name}.jsonl}}}}"
+        return yaml, [f"output_folder={tmp_path / name}", f"plugins.callbacks=[{record}]", *common, *overrides]
 
-    first, second = ["trainer.max_duration=3ba"], ["trainer.max_duration=6ba"]
-    whole, changed = groups("whole", [*second, *changes]), groups("changed", first, [*second, *changes])
+    common.append("trainer.save_interval=100ba")
+    second = ["trainer.max_duration=6ba", *changes]
+    server.train(1, [start("whole", *second), start("changed", "trainer.max_duration=3ba"), start("changed", *second)])
+    whole, changed = (
+        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("whole", "changed")
+    )
     assert [row["step"] for row in changed] == [*range(6)]
     assert changed[4:] == whole[4:]
     assert changed[:3] != whole[:3]
@@ -197,7 +198,12 @@ class KillAtEpochEnd(Callback):
 @pytest.mark.world_size(2)
 def test_samples_and_metrics_follow_after_a_kill(server, shapes, tmp_path):
     runs = {name: tmp_path / name for name in ("whole", "killed")}
-    common = ["samples.interval=100ba", "trainer.eval_interval=5ba", f"trainer.max_duration={NUM_STEPS}ba"]
+    common = [
+        "samples.prompts=[a red circle]",
+        "samples.interval=100ba",
+        "trainer.eval_interval=5ba",
+        f"trainer.max_duration={NUM_STEPS}ba",
+    ]
     common += [f"validation.local={shapes / 'latents-32' / 'validation'}", "validation.device_batch_size=8"]
     common += ["validation.streams=[{name: 32-64}, {name: 64-up}]", "model.vae=" + str(shapes / "vae")]
     toy = {name: ("tests/tools/toy.yaml", [f"output_folder={run}", *common]) for name, run in runs.items()}

@@ -52,7 +52,6 @@ def test_bytes_of_a_checkpoint_before_and_after_the_start_of_the_average(server,
         "trainer.max_duration=3ba",
         "trainer.save_interval=1ba",
         "algorithms.ema.start=2ba",
-        "samples.prompts=[]",
     ]
     server.train(2, [("tests/tools/toy.yaml", overrides)])
     with torch.device("meta"):
@@ -88,7 +87,7 @@ def test_training_goes_on_while_a_checkpoint_is_uploaded(server, s3_server, tmp_
     run, reference = tmp_path / "run", tmp_path / "reference"
     arguments = f"{{freeze: 3, thaw: 7, pid: {s3_server.pid}}}"
     thaw = f"{{path: tests.integration.test_checkpoint_cost.ThawServerAt, arguments: {arguments}}}"
-    common = ["trainer.save_interval=4ba", "trainer.max_duration=8ba", "samples.prompts=[]"]
+    common = ["trainer.save_interval=4ba", "trainer.max_duration=8ba"]
     overrides = [
         f"output_folder={run}",
         "trainer.checkpoint_folder=s3://tests/uploaded",

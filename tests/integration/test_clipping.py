@@ -1,4 +1,4 @@
-"""Gradient clipping against its closed form; on several ranks: test_muon.py."""
+"""Gradient clipping against its closed form; on several ranks: test_replicas.py."""
 
 from types import SimpleNamespace
 from typing import Any

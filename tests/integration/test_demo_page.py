@@ -6,6 +6,7 @@ import json
 import runpy
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +92,13 @@ def generated(run: Path, name: str) -> np.ndarray:
     return np.asarray(image_grid(images, 2))
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def patient() -> Iterator[None]:
     """Gradio gives up when the server's thread takes 3 s to answer: it asks again."""
     is_ok = gradio.networking.url_ok
-    monkeypatch.setattr(gradio.networking, "url_ok", lambda url: any(is_ok(url) for _ in range(20)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradio.networking, "url_ok", lambda url: any(is_ok(url) for _ in range(20)))
+        yield
 
 
 def use(page: gradio.Blocks, run: Path) -> None:
@@ -135,7 +138,7 @@ def use(page: gradio.Blocks, run: Path) -> None:
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: apt-get install chromium")
 def test_the_page_shows_what_the_model_generates(tmp_path, server, monkeypatch):
     run = tmp_path / "run"
-    server.train(1, [(YAML, [f"output_folder={run}", "trainer.max_duration=4ba", "samples.interval=100ba"])])
+    server.train(1, [(YAML, [f"output_folder={run}", "trainer.max_duration=4ba"])])
     visits = []
 
     def visit(page: gradio.Blocks) -> None:
@@ -161,21 +164,25 @@ def model() -> LatentDiffusion:
     return build_model(config.model, config.objective, resolution=config.data.resolution, seed=0).eval()
 
 
-def test_what_is_larger_than_the_fields_allow_is_refused(model):
-    side = model.resolution
+@pytest.fixture(scope="module")
+def address(model) -> Iterator[str]:
+    """Address of a page of default limits."""
     page = build_page({"raw": model}, "a model")
-    try:
-        client = Client(open_page(page, "127.0.0.1", None), verbose=False, httpx_kwargs={"timeout": 300})
+    yield open_page(page, "127.0.0.1", None)
+    page.close(verbose=False)
 
-        def ask(num_steps: int = 1, height: int = side, width: int = side, num_images: int = 1) -> Any:
-            return client.predict(PROMPT, "", 5, num_steps, 3, height, width, num_images, ["raw"], api_name="/generate")
 
-        assert ask(height=2 * side)[-1] == "5"
-        for large in ({"height": 1000 * side}, {"width": 2 * side + 8}, {"num_images": 17}, {"num_steps": 1000}):
-            with pytest.raises(AppError):
-                ask(**large)
-    finally:
-        page.close(verbose=False)
+def test_what_is_larger_than_the_fields_allow_is_refused(model, address):
+    side = model.resolution
+    client = Client(address, verbose=False, httpx_kwargs={"timeout": 300})
+
+    def ask(num_steps: int = 1, height: int = side, width: int = side, num_images: int = 1) -> Any:
+        return client.predict(PROMPT, "", 5, num_steps, 3, height, width, num_images, ["raw"], api_name="/generate")
+
+    assert ask(height=2 * side)[-1] == "5"
+    for large in ({"height": 1000 * side}, {"width": 2 * side + 8}, {"num_images": 17}, {"num_steps": 1000}):
+        with pytest.raises(AppError):
+            ask(**large)
 
 
 def test_a_cap_holds_on_the_server(model, monkeypatch):
@@ -208,13 +215,11 @@ def test_a_cap_holds_on_the_server(model, monkeypatch):
         page.close(verbose=False)
 
 
-def test_requests_are_bounded_before_they_cost_anything(model, monkeypatch):
+def test_requests_are_bounded_before_they_cost_anything(model, address, monkeypatch):
     release = threading.Event()
     images = [Image.new("RGB", (8, 8))]
     monkeypatch.setattr(type(model), "generate", lambda *args, **options: release.wait(300) and images)
-    page = build_page({"raw": model}, "a model")
     try:
-        address = open_page(page, "127.0.0.1", None)
 
         def ask(route: str, prompt: str = PROMPT) -> requests.Response:
             data = {"data": [prompt, "", 5, 1, 3, model.resolution, model.resolution, 1, ["raw"]]}
@@ -232,7 +237,6 @@ def test_requests_are_bounded_before_they_cost_anything(model, monkeypatch):
             )
     finally:
         release.set()
-        page.close(verbose=False)
 
 
 def test_an_address_that_others_can_reach_needs_a_login():

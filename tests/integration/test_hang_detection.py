@@ -107,7 +107,7 @@ def test_a_stopped_rank_is_a_hang_whatever_it_last_said():
     assert "rank 1 was stopped" in reason
 
 
-NUM_TIMES = 30
+NUM_TIMES = 5
 """How often they are asked: a signal to a process that is stopped mostly reaches its main thread."""
 
 

@@ -1,6 +1,5 @@
 """What a hostile source may do to a preparation: images of every layout come whole, and nothing else comes at all."""
 
-import io
 import json
 import os
 import pickle
@@ -17,8 +16,8 @@ from PIL import Image, PngImagePlugin
 from streaming import MDSWriter
 
 from diffusion.datasets.images import decode_rgb
-from diffusion.preparation.config import BucketsConfig, DuplicatesConfig, LimitsConfig
-from tests.tools.image_files import encode, noise, sample, tree, write_folder, write_tar
+from diffusion.preparation.config import BucketsConfig, LimitsConfig
+from tests.tools.image_files import encode, noise, sample, write_folder, write_tar
 from tests.tools.preparing import prepare, read_samples
 from tests.tools.training_runs import ROOT, environment
 
@@ -98,27 +97,6 @@ def test_images_of_six_layouts_are_equal_to_the_byte(tmp_path):
             ratios = {"32x32": 1, "32x48": 1.5, "48x32": 1 / 1.5}
             nearest = min(ratios.values(), key=lambda ratio: abs(np.log(ratio * height / width)))
             assert ratios[one["place"].partition("/")[2]] == nearest
-
-
-def test_columns_of_each_source(tmp_path):
-    for name, column in (("a", "TEXT"), ("b", "caption"), ("c", "alt")):
-        table = pa.table(
-            {"jpg": [noise(20, 20, ord(name) + i) for i in range(4)], column: [f"{name}{i}" for i in range(4)]}
-        )
-        pq.write_table(table, tmp_path / f"{name}.parquet")
-    sources = [
-        {"path": str(tmp_path / "a.parquet"), "caption_column": "TEXT"},
-        str(tmp_path / "b.parquet"),
-        {"path": str(tmp_path / "c.parquet"), "caption_column": "alt"},
-    ]
-    prepare(sources, tmp_path / "out", edges=[16])
-    found = {key: one["captions"] for key, one in samples_of(tmp_path / "out").items()}
-    assert found == {f"{name}.parquet#{i}": [f"{name}{i}"] for name in "abc" for i in range(4)}
-    again = {**found, **{f"d.parquet#{i}": [f"d{i}"] for i in range(2)}}
-    table = pa.table({"jpg": [noise(20, 20, 7 + i) for i in range(2)], "TEXT": ["d0", "d1"]})
-    pq.write_table(table, tmp_path / "d.parquet")
-    prepare([*sources, {"path": str(tmp_path / "d.parquet"), "caption_column": "TEXT"}], tmp_path / "out", edges=[16])
-    assert {key: one["captions"] for key, one in samples_of(tmp_path / "out").items()} == again
 
 
 # Files
@@ -269,35 +247,6 @@ def test_nothing_is_executed(tmp_path):
 # Near duplicates
 
 
-def photograph(number: int, side: int = 160) -> Image.Image:
-    """Noise with the spectrum of photographs: amplitude falls with frequency."""
-    generator = np.random.default_rng(number)
-    frequency = np.hypot(*np.meshgrid(np.fft.fftfreq(side), np.fft.fftfreq(side)))
-    frequency[0, 0] = 1
-    planes = []
-    for strength in (1.0, 0.3, 0.3):
-        spectrum = np.fft.fft2(generator.standard_normal((side, side))) / frequency**1.3
-        plane = np.fft.ifft2(spectrum).real
-        planes.append(128 + 50 * strength * (plane - plane.mean()) / plane.std())
-    return Image.merge("YCbCr", [Image.fromarray(p.clip(0, 255).astype(np.uint8)) for p in planes]).convert("RGB")
-
-
-def test_copies_are_found_and_different_photographs_are_not(tmp_path):
-    folder, drawn = tmp_path / "set", [photograph(number) for number in range(300)]
-    folder.mkdir()
-    for number, image in enumerate(drawn):
-        image.save(folder / f"{number:03}.png")
-        if number < 100:
-            image.save(folder / f"{number:03} again.jpg", quality=60)
-            image.reduce(2).save(folder / f"{number:03} half.jpg", quality=85)
-    for path in list(folder.iterdir()):
-        path.with_suffix(".txt").write_text("x")
-    manifest = prepare([folder], tmp_path / "out", edges=[16], duplicates=DuplicatesConfig(max_distance=8))
-    assert {reason: entry.count for reason, entry in manifest.rejected.items()} == {"near_duplicate": 200}
-    kept = {key[4:7] for key in samples_of(tmp_path / "out")}
-    assert kept == {f"{number:03}" for number in range(300)}
-
-
 # The terminal
 
 
@@ -331,37 +280,3 @@ def test_control_characters_of_names_do_not_reach_the_terminal(python, tmp_path)
         bars = one.stderr.replace(b"\r", b"").replace(b"\x1b[A", b"")  # tqdm's own
         assert not CONTROL.search(one.stdout), one.stdout
         assert not CONTROL.search(bars), bars
-
-
-def test_an_out_folder_below_one_that_looks_like_a_column(tmp_path):
-    write_folder(tmp_path / "images", 4)
-    write_tar(tmp_path / "x.tar", sample("0", noise(40, 40, 9), b"x"))
-    sources, out = [tmp_path / "images", tmp_path / "x.tar"], tmp_path / "version=3" / "out"
-    first = prepare(sources, out, edges=[16])
-    before = tree(out)
-    assert prepare(sources, out, edges=[16]) == first
-    assert tree(out) == before
-
-
-def test_samples_of_damaged_files_are_all_counted(tmp_path):
-    """Ten row groups, one damaged; six MDS shards, all damaged at one sample; a tar that is cut."""
-    path = tmp_path / "x.parquet"
-    table = pa.table({"jpg": [noise(20, 20, i) for i in range(200)], "caption": [f"{i}" for i in range(200)]})
-    pq.write_table(table, path, row_group_size=20, compression="none")
-    data = bytearray(path.read_bytes())
-    column = pq.ParquetFile(path).metadata.row_group(4).column(0)
-    start = column.dictionary_page_offset or column.data_page_offset
-    data[start : start + 40] = bytes(40)
-    path.write_bytes(data)
-    members = [member for i in range(20) for member in sample(f"{i:02}", noise(40, 40, i), b"x")]
-    tar = write_tar(tmp_path / "y.tar", members)
-    tar.write_bytes(tar.read_bytes()[: tar.stat().st_size // 2])
-    manifest = prepare([path, tar], tmp_path / "out", edges=[16])
-    parquet, cut = manifest.sources
-    assert (parquet.seen, parquet.kept) == (200, 180)
-    assert 8 <= cut.kept < 20
-    assert cut.seen > cut.kept
-    keys = samples_of(tmp_path / "out")
-    assert {int(key.rpartition("#")[2]) for key in keys if "#" in key} == {i for i in range(200) if i // 20 != 4}
-    assert not any(io.BytesIO(one["image"]).getvalue() == b"" for one in keys.values())
-    assert tree(tmp_path / "out")

@@ -86,11 +86,3 @@ def test_killed_and_continued_by_other_workers(server, sources, undisturbed, tmp
     job = start(kills).finish()
     assert job.codes == [0], job.output
     assert tree(out) == undisturbed
-
-
-@pytest.mark.parametrize("options", WORKERS[1:-1], ids=" ".join)
-def test_workers_and_engines_are_equal_to_the_byte(server, sources, undisturbed, tmp_path, options):
-    command = [*sources, str(tmp_path / "out"), "--edges", "16", "34", "--partition-size", str(PARTITION_SIZE),
-               "--seed", "3", "--shard-mb", str(SHARD_MB), "--window-mb", str(WINDOW_MB)]  # fmt: skip
-    server.command(0, ["scripts/prepare.py", *command, "--quiet", "--no-report", *options])
-    assert tree(tmp_path / "out") == undisturbed

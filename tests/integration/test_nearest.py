@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -36,14 +37,15 @@ def write(folder: Path, images: dict[str, Image.Image]) -> Path:
     return folder
 
 
-@pytest.fixture
-def data(tmp_path) -> Path:
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
     """Prepared drawings 0 to 239 with licences, some of them for validation."""
-    source = write(tmp_path / "drawn", {f"{i:03d}": drawing(i) for i in range(240)})
+    root = tmp_path_factory.mktemp("data")
+    source = write(root / "drawn", {f"{i:03d}": drawing(i) for i in range(240)})
     for i in range(240):
         (source / f"{i:03d}.json").write_text(json.dumps({"license": "CC0-1.0", "caption": f"drawing {i}"}))
-    prepare([source], tmp_path / "data", edges=[64], validation_fraction=0.5)
-    return tmp_path / "data"
+    prepare([source], root / "data", edges=[64], validation_fraction=0.5)
+    return root / "data"
 
 
 @pytest.fixture
@@ -65,13 +67,14 @@ def training(data: Path) -> list[tuple[str, int]]:
     return [(one["key"], int(Path(one["key"]).stem)) for one in samples]
 
 
-@pytest.fixture
-def generated(tmp_path, data) -> tuple[Path, dict[str, str]]:
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory, data) -> tuple[Path, dict[str, str]]:
     """A folder of three copies and ten new drawings, with prompts, and the keys of the copies."""
     ways = {"same": lambda image: image, "jpeg": recompressed, "shifted": lambda image: shifted(image, 1)}
     chosen = dict(zip(ways, training(data), strict=False))
     images = {way: ways[way](drawing(number)) for way, (_, number) in chosen.items()}
-    folder = write(tmp_path / "images", images | {f"new-{i}": drawing(1000 + i) for i in range(10)})
+    images |= {f"new-{i}": drawing(1000 + i) for i in range(10)}
+    folder = write(tmp_path_factory.mktemp("generated") / "images", images)
     write(folder / "other", {"grid": drawing(2000)})
     rows = ({"file_name": path.name, "prompt": f"<{path.stem}>"} for path in sorted(folder.glob("*.png")))
     (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -99,8 +102,9 @@ def test_exactly_the_copies_are_named(run, data, generated, tmp_path, capsys):
 
 def test_removed_samples_are_not_compared(run, data, generated, tmp_path):
     folder, copies = generated
-    take_down(str(data), {copies["same"]})
-    rows = run(folder, data)
+    copy = shutil.copytree(data, tmp_path / "data")
+    take_down(str(copy), {copies["same"]})
+    rows = run(folder, copy)
     assert {name for name, row in rows.items() if row["is_copy"]} == {"jpeg", "shifted"}
     assert copies["same"] not in (tmp_path / "out" / "nearest.html").read_text()
     assert copies["same"] not in {near["key"] for row in rows.values() for near in row["nearest"]}

@@ -37,7 +37,7 @@ LORA = {
     "transformer": "model.lora={rank: 2, alpha: 4.0, targets: [img_qkv_proj, txt_kv_proj, to_out.0]}",
 }
 # With a smaller eps, AdamW makes updates of the rounding in gradients that are nearly 0.
-COMMON = ["samples.prompts=[]", "optimizer.lr=0.02", "optimizer.eps=1e-5", "algorithms.ema.start=2ba"]
+COMMON = ["trainer.save_interval=100ba", "optimizer.lr=0.02", "optimizer.eps=1e-5", "algorithms.ema.start=2ba"]
 HALF, WHOLE = "trainer.max_duration=3ba", "trainer.max_duration=6ba"
 RECOMPUTED = "trainer.activation_checkpointing=true"
 PROMPTS = ["a red circle", "a blue star"]

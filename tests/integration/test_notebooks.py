@@ -98,7 +98,7 @@ def test_what_lies_in_the_repository_has_no_outputs(path):
 
 def test_the_notebooks_run_and_show_what_they_say(tmp_path, server, shapes):
     runs = [tmp_path / "first", tmp_path / "second"]
-    common = ["samples.interval=100ba", "trainer.max_duration=4ba"]
+    common = ["trainer.max_duration=4ba"]
     server.train(
         1,
         [

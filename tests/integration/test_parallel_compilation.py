@@ -32,7 +32,6 @@ class CountGraphs(Callback):
 def test_the_first_step_finds_all_its_graphs(tmp_path):
     overrides = [
         f"output_folder={tmp_path}",
-        "samples.interval=1000ba",
         "performance={compilation: blocks, parallel_compilation: true}",
         f"plugins.callbacks=[{{path: {__name__}.CountGraphs}}]",
         *SETTINGS,

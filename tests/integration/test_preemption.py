@@ -27,6 +27,7 @@ def options(run: Path, *more: str) -> list[str]:
     return [f"output_folder={run}", *COMMON, *more]
 
 
+@pytest.mark.slow
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(("parallelism", "number", "rank"), [("fsdp", signal.SIGUSR1, 0), ("ddp", signal.SIGTERM, 1)])
 def test_a_signal_to_one_rank_saves_the_step_on_all_and_the_run_continues(server, tmp_path, parallelism, number, rank):
@@ -53,6 +54,7 @@ def test_a_signal_to_one_rank_saves_the_step_on_all_and_the_run_continues(server
     assert series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)[0] == list(range(8))
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_last_step_lets_the_run_end(server, tmp_path):
     run = tmp_path / "run"
     server.train(1, [("tests/tools/toy.yaml", options(run, signal_at(7, signal.SIGTERM, 0)))])

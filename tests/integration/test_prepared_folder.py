@@ -4,6 +4,7 @@ import errno
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 
 import pyarrow.parquet as pq
@@ -15,7 +16,6 @@ from diffusion.formats.data_set import PreparedManifest
 from diffusion.formats.shards import read_index
 from diffusion.preparation import scan
 from diffusion.preparation.metadata import MetadataDatabase
-from diffusion.preparation.output import claim
 from tests.tools.image_files import tree, write_folder
 from tests.tools.preparing import prepare
 
@@ -45,20 +45,6 @@ def test_finished_output_is_left_alone(tmp_path, caplog):
     assert read_index(out / "train" / "16-up").num_samples == 3
     prepare([tmp_path / "other"], tmp_path / "fresh", edges=[16])
     assert tree(out) == tree(tmp_path / "fresh")
-
-
-def test_foreign_files_are_never_removed(tmp_path):
-    write_folder(tmp_path / "set", 2)
-    (tmp_path / "out" / "train").mkdir(parents=True)
-    (tmp_path / "out" / "train" / "thesis.doc").write_text("precious")
-    for overwrite in (False, True):
-        with pytest.raises(DataError, match="train"):
-            prepare([tmp_path / "set"], tmp_path / "out", edges=[16], overwrite=overwrite)
-    (tmp_path / "out" / "manifest.json").write_text('{"kind": "encoded", "version": 1}')
-    for overwrite in (False, True):
-        with pytest.raises(DataError, match="encoded"):
-            prepare([tmp_path / "set"], tmp_path / "out", edges=[16], overwrite=overwrite)
-    assert (tmp_path / "out" / "train" / "thesis.doc").read_text() == "precious"
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -134,11 +120,17 @@ def source(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(source, tmp_path_factory):
-    """Files of a preparation that was not killed."""
-    out = tmp_path_factory.mktemp("undisturbed") / "out"
+def finished(source, tmp_path_factory):
+    """Folder of a preparation that was not killed."""
+    out = tmp_path_factory.mktemp("finished") / "out"
     prepare([source], out, **OPTIONS)
-    return tree(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def undisturbed(finished):
+    """Files of it."""
+    return tree(finished)
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -175,19 +167,11 @@ OVERWRITES = {
 
 @pytest.mark.parametrize(
     ("change", "moment"),
-    [
-        ("another seed", "deleted"),
-        ("another seed", "shard"),
-        ("another cut", "selection"),
-        ("another cut", "manifest"),
-        ("another filter", "deleted"),
-        ("another filter", "shard"),
-    ],
+    [("another seed", "shard"), ("another cut", "manifest"), ("another filter", "deleted")],
 )
-def test_killed_in_the_middle_of_an_overwrite(source, tmp_path, change, moment):
+def test_killed_in_the_middle_of_an_overwrite(source, finished, tmp_path, change, moment):
     """Continued with --overwrite or without: nothing finished is in the way."""
-    out, options = tmp_path / "out", OVERWRITES[change]
-    prepare([source], out, **OPTIONS)
+    out, options = shutil.copytree(finished, tmp_path / "out"), OVERWRITES[change]
     if moment == "deleted":
 
         def work():
@@ -218,7 +202,7 @@ def test_killed_in_the_middle_of_an_overwrite(source, tmp_path, change, moment):
 # Disks and writers
 
 
-@pytest.mark.parametrize("moment", ["scan.json", "000002.parquet", "kept", "0.json", "shard.00001", "manifest.json"])
+@pytest.mark.parametrize("moment", ["kept", "shard.00001"])
 def test_disk_full(source, undisturbed, tmp_path, moment, monkeypatch):
     out = tmp_path / "out"
 
@@ -241,15 +225,6 @@ def test_disk_full(source, undisturbed, tmp_path, moment, monkeypatch):
     assert tree(out) == undisturbed
 
 
-def test_output_is_claimed(tmp_path):
-    write_folder(tmp_path / "set", 2)
-    with claim(str(tmp_path / "out"), "prepared"), pytest.raises(MachineError, match="another process is writing"):
-        prepare([tmp_path / "set"], tmp_path / "out", edges=[16])
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(MachineError, match="Not a directory"):
-        prepare([tmp_path / "set"], tmp_path / "file" / "out", edges=[16])
-
-
 # Manifests of another kind
 
 
@@ -258,7 +233,13 @@ def test_damaged_manifest(tmp_path):
     prepare([tmp_path / "set"], tmp_path / "out", edges=[16])
     path = tmp_path / "out" / "manifest.json"
     content = json.loads(path.read_text())
-    for change in ({"kind": "encoded"}, {"version": 1}, {"version": 99}, {"settings": None}, {"splits": None}):
+    for change in (
+        {"kind": "encoded"},
+        {"version": 1},
+        {"version": 99},
+        {"settings": None},
+        {"splits": {"train": {"a": {}}}},
+    ):
         path.write_text(json.dumps({**content, **change}))
         with pytest.raises(DataError, match=r"manifest\.json"):
             PreparedManifest.read(tmp_path / "out")

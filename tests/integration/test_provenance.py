@@ -4,6 +4,8 @@ import csv
 import datetime
 import json
 import re
+import runpy
+import sys
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,7 @@ from tests.integration.test_bad_images_in_runs import runs
 from tests.integration.test_failures import SMALL
 from tests.tools.image_files import write_folder
 from tests.tools.preparing import prepare
+from tests.tools.training_runs import ROOT
 from tests.tools.written_data import write_encoded, write_prepared
 
 
@@ -71,12 +74,14 @@ def test_a_few_steps_of_a_large_stream_take_no_memory_but_the_counts() -> None:
     assert peak < 1.5 * counts.nbytes
 
 
-def test_the_command_lists_what_a_run_of_bad_images_has_seen(server, tmp_path: Path) -> None:
+def test_the_command_lists_what_a_run_of_bad_images_has_seen(server, tmp_path: Path, monkeypatch) -> None:
     root = write_prepared(tmp_path / "data", {"b": 64}, bad=(3, 4, 63))
     ((yaml, overrides),) = runs(root, tmp_path / "run", 8)
     server.train(1, [(yaml, overrides)])
     out, summary = tmp_path / "seen.csv", tmp_path / "summary.md"
-    server.command(0, ["scripts/provenance.py", str(tmp_path / "run"), "--out", str(out), "--summary", str(summary)])
+    options = [str(tmp_path / "run"), "--out", str(out), "--summary", str(summary)]
+    monkeypatch.setattr(sys, "argv", ["provenance.py", *options])
+    runpy.run_path(str(ROOT / "scripts" / "provenance.py"))["main"]()
     times = {int(row["index"]): int(row["times"]) for row in csv.DictReader(out.open())}
     assert sum(times.values()) == 64
     assert times == {index: 1 for index in range(64) if index not in (3, 4, 63)} | {0: 2, 5: 3}

@@ -1,4 +1,7 @@
-"""HSDP: four ranks as two replicas of two shards train as one rank, and their checkpoints are interchangeable."""
+"""Muon, WSD and clipping on one rank, two ranks, and four as two replicas of two shards: the same training.
+
+Checkpoints are interchangeable between them.
+"""
 
 import json
 
@@ -12,6 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.world_size(4)]
 
 REPLICAS = ("trainer.num_replicas=2", "trainer.device_train_microbatch_size=1")
 HALF = ("trainer.max_duration=2ba", "schedule.decay=constant")
+MAX_NORM = 0.05
 
 
 def options(folder, *more):
@@ -22,11 +26,11 @@ def options(folder, *more):
     return "tests/tools/toy.yaml", [
         f"output_folder={folder}",
         "trainer.max_duration=4ba",
-        "schedule={warmup: 0ba, decay: wsd, cooldown: 2ba}",
+        "trainer.save_interval=100ba",
+        "schedule={warmup: 1ba, decay: wsd, cooldown: 2ba}",
         "algorithms.ema.start=1ba",
         "optimizer.name=muon",
-        "optimizer.max_grad_norm=0.05",
-        "samples.prompts=[]",
+        f"optimizer.max_grad_norm={MAX_NORM}",
         f"plugins.callbacks=[{', '.join(recorders)}]",
         *more,
     ]
@@ -34,7 +38,7 @@ def options(folder, *more):
 
 @pytest.fixture(scope="module")
 def runs(server, tmp_path_factory):
-    """The folders `one`, `four` (ranks), `grown` (one rank, then four) and `shrunk`."""
+    """The folders `one`, `two-fsdp`, `two-ddp`, `four` (ranks), `grown` (one rank, then four) and `shrunk`."""
     root = tmp_path_factory.mktemp("replicas")
     server.train(1, [options(root / "one"), options(root / "grown", *HALF)])
     replicated = [
@@ -43,20 +47,32 @@ def runs(server, tmp_path_factory):
         options(root / "shrunk", *REPLICAS, *HALF),
     ]
     server.train(4, replicated)
+    microbatch = "trainer.device_train_microbatch_size=2"
+    server.train(2, [options(root / f"two-{way}", f"trainer.parallelism={way}", microbatch) for way in ("fsdp", "ddp")])
     server.train(1, [options(root / "shrunk")])
     return root
 
 
-def test_gradients_and_their_norm_are_those_of_one_rank(runs):
-    one, four = (torch.load(runs / f"{name}-RecordGradients.pt") for name in ("one", "four"))
-    assert one
+@pytest.mark.parametrize("name", ["two-fsdp", "two-ddp", "four"])
+def test_gradients_and_their_norm_are_those_of_one_rank(runs, name):
+    one, other = (torch.load(runs / f"{n}-RecordGradients.pt") for n in ("one", name))
+    assert torch.cat([part.flatten() for part in one.values()]).norm().item() == pytest.approx(MAX_NORM, 1e-4)
     for key, gradient in one.items():
-        torch.testing.assert_close(four[key], gradient, rtol=1e-5, atol=1e-6, msg=key)
-    norms = [series(read_metrics(runs / f"{n}/metrics.jsonl"), GRADIENT_NORM)[1] for n in ("one", "four")]
-    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+        torch.testing.assert_close(other[key], gradient, rtol=1e-5, atol=1e-6, msg=key)
+    norms = [series(read_metrics(runs / f"{n}/metrics.jsonl"), GRADIENT_NORM) for n in ("one", name)]
+    assert norms[0][0] == norms[1][0] == [1, 2, 3, 4], "logged at the end of each step"
+    assert min(norms[0][1]) > MAX_NORM, "every step is clipped"
+    assert norms[1][1] == pytest.approx(norms[0][1], rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["four", "grown", "shrunk"])
+@pytest.mark.parametrize("name", ["one", "grown", "shrunk"])
+def test_learning_rates_of_both_groups_go_on_after_a_resumption(runs, name):
+    for group in (0, 1):
+        rates = series(read_metrics(runs / name / "metrics.jsonl"), f"lr-Muon/group{group}")[1]
+        assert rates[:4] == pytest.approx([0, 1e-3, 1e-3, 1e-3 * (1 - 0.5**0.5)])
+
+
+@pytest.mark.parametrize("name", ["two-fsdp", "two-ddp", "four", "grown", "shrunk"])
 def test_losses_and_weights_are_those_of_one_rank(runs, name):
     losses = [series(read_metrics(runs / f"{n}/metrics.jsonl"), TRAIN_LOSS) for n in ("one", name)]
     assert losses[1][0] == list(range(4))

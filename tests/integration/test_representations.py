@@ -1,4 +1,4 @@
-"""Training from images and from latents, from several buckets mixed: drawn shapes and (with --data) real images."""
+"""Training from real images (--data) and from latents, several buckets mixed; drawn images: test_groups_training.py."""
 
 from pathlib import Path
 
@@ -61,13 +61,6 @@ def check(server: TrainingServer, root: Path, prepared: Path, latents: Path, vae
     assert losses(names["images", 1]) == pytest.approx(expected, rel=1e-3)
     for kind in place:
         assert losses(names[kind, 2]) == pytest.approx(losses(names[kind, 1]), rel=1e-5)
-
-
-@pytest.mark.world_size(2)
-def test_drawn_shapes_from_two_buckets(server, shapes, tmp_path):
-    check(
-        server, tmp_path, shapes / "prepared", shapes / "latents-32", shapes / "vae", "[{name: 32-64}, {name: 64-up}]"
-    )
 
 
 @pytest.mark.emoji

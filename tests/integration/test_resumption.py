@@ -3,6 +3,8 @@
 import random
 import shutil
 import signal
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,6 @@ COMMON = [
     f"trainer.max_duration={NUM_STEPS}ba",
     "trainer.save_interval=2ba",
     "algorithms.ema.start=4ba",
-    "samples.prompts=[]",
 ]
 KILL = int(signal.SIGKILL)
 TERMINATE = int(signal.SIGTERM)
@@ -33,13 +34,17 @@ SCENARIOS: dict[str, list[tuple[int, int]]] = {
     "before, at and after the start of the average": [(3, KILL), (5, KILL), (7, KILL)],
     "at the end of an epoch": [(STEPS_PER_EPOCH - 1, TERMINATE), (2 * STEPS_PER_EPOCH, KILL)],
 }
-WORLDS = [(1, "fsdp"), (2, "fsdp"), (2, "ddp")]
 CASES = [
     ((1, "fsdp"), "twice at random", False),
-    ((2, "fsdp"), "before, at and after the start of the average", False),
-    ((2, "ddp"), "at the end of an epoch", False),
-    ((2, "fsdp"), "at the end of an epoch", True),
-    ((2, "ddp"), "twice at random", True),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ((2, "fsdp"), "before, at and after the start of the average", False),
+            ((2, "ddp"), "at the end of an epoch", False),
+            ((2, "fsdp"), "at the end of an epoch", True),
+            ((2, "ddp"), "twice at random", True),
+        )
+    ),
 ]
 """World, scenario, and whether checkpoints are written in the background."""
 
@@ -50,16 +55,20 @@ def options(run: Path, parallelism: str, *more: str) -> tuple[str, list[str]]:
 
 def options_in(world: tuple[int, str], run: Path, *more: str) -> tuple[str, list[str]]:
     """One of the worlds is in deterministic mode."""
-    return options(run, world[1], f"trainer.deterministic={world == WORLDS[0]}", *more)
+    return options(run, world[1], f"trainer.deterministic={world == (1, 'fsdp')}", *more)
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(server, tmp_path_factory) -> dict[tuple[int, str], Path]:
+def uninterrupted(server, tmp_path_factory) -> Callable[[tuple[int, str]], Path]:
     root = tmp_path_factory.mktemp("uninterrupted")
-    runs = {world: root / f"{world[0]}-{world[1]}" for world in WORLDS}
-    server.train(1, [options_in(world, runs[world]) for world in WORLDS if world[0] == 1])
-    server.train(2, [options_in(world, runs[world]) for world in WORLDS if world[0] == 2])
-    return runs
+
+    @cache
+    def run(world: tuple[int, str]) -> Path:
+        folder = root / f"{world[0]}-{world[1]}"
+        server.train(world[0], [options_in(world, folder)])
+        return folder
+
+    return run
 
 
 def final_state(run: Path) -> dict[str, Any]:
@@ -82,13 +91,13 @@ def test_equal_to_the_bit(server, uninterrupted, tmp_path, world, scenario, in_b
     server.train(num_ranks, [options_in(world, run, background)])
 
     found = final_state(run)
-    assert_equal(final_state(uninterrupted[world]), found)
+    assert_equal(final_state(uninterrupted(world)), found)
     assert any(key.startswith("state.callbacks.LateStartEMA.averages.") for key in found)
     assert any(key.endswith("exp_avg_sq") for key in found)
 
     rows = read_metrics(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(NUM_STEPS + 1)), "a step is missing or doubled"
-    reference = read_metrics(uninterrupted[world] / "metrics.jsonl")
+    reference = read_metrics(uninterrupted(world) / "metrics.jsonl")
     assert series(rows, TRAIN_LOSS) == series(reference, TRAIN_LOSS)
     assert series(rows, "lr-AdamW/group0") == series(reference, "lr-AdamW/group0")
 
@@ -112,6 +121,7 @@ def first(server, tmp_path_factory) -> Path:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [[], ["model.lora={rank: 2, alpha: 4.0}"]])
 def test_a_run_that_has_a_checkpoint_needs_no_weights_to_start_from(server, first, tmp_path, lora):
     copy, alone, run = (tmp_path / name for name in ("first", "alone", "run"))

@@ -48,6 +48,7 @@ def run(server, tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"output_folder={folder}",
         f"trainer.max_duration={NUM_STEPS}ba",
         "trainer.save_interval=5ba",
+        f"samples.prompts=[{', '.join(PROMPTS)}]",
         "samples.interval=8ba",
         "group=study",
         "loggers={tensorboard: true, wandb: {project: toy, tags: [a, b]}}",

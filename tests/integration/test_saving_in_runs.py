@@ -28,9 +28,8 @@ def flip_a_bit(checkpoint: Path) -> None:
     largest.write_bytes(data)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_checkpoints_of_earlier_starts_are_removed_too(server, tmp_path, form):
-    run = tmp_path / "run"
+def test_checkpoints_of_earlier_starts_are_removed_too(server, tmp_path):
+    run, form = tmp_path / "run", "fsdp"
     keep = ["trainer.max_duration=9ba", "trainer.save_interval=1ba", "trainer.keep_every=4ba"]
     server.run(1, [options(run, form, *keep, signal_at(6))])
     checkpoints = find_checkpoints(run / "checkpoints")
@@ -87,8 +86,7 @@ def test_a_full_disk_ends_the_run_with_one_message(server, small_disk):
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "in_background"), [("fsdp", False), ("ddp", True)])
 def test_where_one_rank_cannot_write_all_end_and_the_run_continues(server, tmp_path, form, in_background):
     run = tmp_path / "run"
     limit = "plugins.callbacks=[{path: tests.tools.toys.LimitFileSize, arguments: {step: 2, num_bytes: 60000}}]"

@@ -206,6 +206,8 @@ def test_weights_of_another_objective_are_an_error_unless_that_is_intended(runs,
         train_command([TOY, *start, epsilon, "--dry-run"], say=print)
     with pytest.raises(ConfigurationError, match="zero_terminal_snr is true, but false"):
         train_command([TOY, *start, zero, "--dry-run"], say=print)
+    if name != "model.safetensors":
+        return
     job = server.run(1, [(TOY, [*start, epsilon])])
     assert job.codes == [2]
     assert message in job.output

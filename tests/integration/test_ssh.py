@@ -172,7 +172,7 @@ def forked(folder: Path, server: TrainingServer) -> Path:
 def stand_in(folder: Path, *, seconds: int = 0, code: int = 1, unfit: str = "") -> Path:
     """A folder whose python is the stand-in."""
     programs = folder / "bin"
-    programs.mkdir()
+    programs.mkdir(exist_ok=True)
     (programs / "python").write_text(STAND_IN.format(folder=folder, seconds=seconds, code=code))
     (programs / "python").chmod(0o755)
     for host in PAIR:
@@ -185,15 +185,20 @@ def stand_in(folder: Path, *, seconds: int = 0, code: int = 1, unfit: str = "") 
     return programs
 
 
-@pytest.mark.parametrize("code", [1, 2, 75])
-def test_the_run_is_started_on_all_hosts_and_its_exit_code_returned(make_hosts, tmp_path, code):
-    hosts = make_hosts(stand_in(tmp_path, code=code))
-    assert hosts.launch("tests/tools/toy.yaml", "samples.prompts=[a b, 'c']").wait(600) == code, hosts.log.read_text()
-    for number, host in enumerate(hosts.network.hosts):
-        assert (tmp_path / f"started-{host}").read_text().splitlines() == [
-            f"launchers/torchrun.py --nnodes=2 --node-rank={number} --master-addr={hosts.network.addresses['first']} "
-            "--master-port=29500 --nproc-per-node=1 run.py tests/tools/toy.yaml samples.prompts=[a b, 'c']"
-        ]
+def test_the_run_is_started_on_all_hosts_and_its_exit_code_returned(make_hosts, tmp_path):
+    hosts = make_hosts(stand_in(tmp_path))
+    for code in (1, 2, 75):
+        stand_in(tmp_path, code=code)
+        launcher = hosts.launch("tests/tools/toy.yaml", "samples.prompts=[a b, 'c']")
+        assert launcher.wait(600) == code, hosts.log.read_text()
+        for number, host in enumerate(hosts.network.hosts):
+            started = tmp_path / f"started-{host}"
+            assert started.read_text().splitlines() == [
+                f"launchers/torchrun.py --nnodes=2 --node-rank={number} "
+                f"--master-addr={hosts.network.addresses['first']} --master-port=29500 --nproc-per-node=1 "
+                "run.py tests/tools/toy.yaml samples.prompts=[a b, 'c']"
+            ]
+            started.unlink()
 
 
 def test_without_hosts_nothing_is_started():

@@ -2,18 +2,16 @@
 
 import json
 import shutil
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from diffusion import storage
-from diffusion.errors import DataError, MachineError
-from diffusion.evaluation.watch import LEASES, LEDGER, WatchedRun, copy_checkpoint, list_complete, locate, read_ledger
+from diffusion.errors import DataError
+from diffusion.evaluation.watch import LEDGER, WatchedRun, copy_checkpoint, list_complete, locate, read_ledger
 from diffusion.files import write_json
 from diffusion.formats.run_folder import finished_step
-from diffusion.operations import timeouts
 from diffusion.operations.metrics import DONE, LEASED, QUEUE
 from tests.tools.s3_server import s3_process, s3_server
 
@@ -125,24 +123,3 @@ def test_a_checkpoint_that_a_rollback_has_removed_and_written_again_is_evaluated
     entry = watched.folder / LEDGER / f"{name}.json"  # As earlier versions have written it.
     write_json(entry, {key: value for key, value in json.loads(entry.read_text()).items() if key != "identity"})
     assert WatchedRun(watched.uri, watched.folder).count()[DONE] == 1
-
-
-def test_the_lease_of_a_watcher_on_another_host_runs_out_unless_it_is_renewed(watched, monkeypatch):
-    monkeypatch.setattr(timeouts, "LEASE", 1.0)
-    holder = {"host": "elsewhere", "namespace": "", "pid": 7, "time": 0.0, "token": "other"}
-    began = time.monotonic()
-    path = watched.folder / LEASES / "ep0-ba2.pt.json"
-    path.parent.mkdir(parents=True)
-    for count in range(4):
-        path.write_text(json.dumps({**holder, "count": count}))
-        assert watched.acquire("ep0-ba2.pt") is None
-        time.sleep(0.5)
-    assert time.monotonic() - began > timeouts.LEASE
-    while (lease := watched.acquire("ep0-ba2.pt")) is None:
-        assert time.monotonic() - began < 300
-        time.sleep(0.05)
-    lease.renew()
-    path.unlink()
-    path.write_text(json.dumps({**holder, "count": 9}))
-    with pytest.raises(MachineError, match="process 7 on elsewhere"):
-        lease.renew()

@@ -1,4 +1,4 @@
-"""Shards written straight to a real S3 server: how often, how much, and after a kill."""
+"""Scans and shards written straight to a real S3 server: how often, how much, and after a kill."""
 
 from collections import Counter
 from pathlib import Path
@@ -6,10 +6,14 @@ from pathlib import Path
 import pytest
 
 from diffusion import storage
+from diffusion.errors import DataError
 from diffusion.formats.data_set import PreparedManifest
 from diffusion.formats.shards import read_index
+from diffusion.preparation.config import PrepareConfig
+from diffusion.preparation.engine import Workers
+from diffusion.preparation.scan import Scan, scan_sources
 from diffusion.preparation.takedown import take_down
-from tests.tools.image_files import tree
+from tests.tools.image_files import noise, sample, tree, write_folder, write_tar
 from tests.tools.s3_server import S3Server, s3_process, s3_server
 from tests.tools.selected_data import SETTINGS, make_images, select_images
 
@@ -105,3 +109,25 @@ def test_takedown_in_a_store(s3_server: S3Server, tmp_path: Path):
     assert content == tree(tmp_path / "out")
     image = (tmp_path / "images" / "0007.png").read_bytes()
     assert not [name for name, data in content.items() if image in data or b"set/0007.png" in data]
+
+
+def test_scan_of_a_store_and_growth_there(s3_server: S3Server, tmp_path: Path):
+    write_folder(tmp_path / "folder", 30)
+    members = [member for i in range(10) for member in sample(f"{i}", noise(40, 36, i), b"x")]
+    sources, url = [str(tmp_path / "folder"), str(write_tar(tmp_path / "one.tar", members))], "s3://tests/scanned"
+
+    def scan(*more: str, out: str = url, workers: int = 1) -> Scan:
+        config = PrepareConfig(sources=[*sources, *more], out=out, partition_size=10)
+        return scan_sources(config, workers=Workers(number=workers))
+
+    scan(out=str(tmp_path / "out"))
+    scan(workers=2)
+    assert stored(url) == tree(tmp_path / "out")
+    assert len(scan().partitions) == len(Scan.read(url).partitions)
+    write_folder(tmp_path / "more", 3)
+    grown = scan(str(tmp_path / "more"))
+    assert len(storage.list_files(f"{url}/metadata")) == len(grown.partitions)
+    (tmp_path / "more" / "0001.txt").write_text("another")
+    with pytest.raises(DataError, match=r"more/0001\.png"):
+        scan(str(tmp_path / "more"))
+    assert not storage.list_files(f"{url}/reread")

@@ -153,17 +153,6 @@ class Announce(Callback):
             self.path.touch()
 
 
-class FailAt(Callback):
-    """Raise in the middle of a run."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def batch_start(self, state: State, logger: Logger) -> None:
-        if state.timestamp.batch.value == self.step:
-            raise RuntimeError("interrupted on purpose")
-
-
 class RecordGradients(Callback):
     """Write the gradients of the first step to a file, on rank 0."""
 

@@ -1,4 +1,4 @@
-"""Muon against closed forms, on one rank; on several: tests/integration/test_muon.py."""
+"""Muon against closed forms, on one rank; on several: tests/integration/test_replicas.py."""
 
 import copy
 import math

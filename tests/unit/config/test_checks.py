@@ -104,7 +104,6 @@ def test_legal_combinations(configuration, overrides):
         ),
         (["data.resolution=260"], 1, ["data.resolution is 260", "256 or 264"]),
         (["data.streams=[{name: 900x1152}]"], 1, ["data.streams.0.resolution is 900 x 1152"]),
-        (["data.streams=[{name: a, resolution: [900, 1152]}]"], 1, ["data.streams.0.resolution is 900 x 1152"]),
         (["validation.streams=[{name: a, resolution: [900, 1152]}]"], 1, ["validation.streams.0.resolution"]),
         (["data.streams.0.resolution=[896]"], 1, ["data.streams.0.resolution is [896]"]),
         (["data.streams.0.resolution=[0, 8]"], 1, ["data.streams.0.resolution.0 is 0"]),
@@ -118,39 +117,22 @@ def test_legal_combinations(configuration, overrides):
         (["data.mixing=bucket", "data.group_size=8"], 1, ["data.group_size is 8", "data.mixing is bucket"]),
         ([*GROUPS, "data.group_size=24"], 1, ["data.group_size is 24", "data.global_batch_size 2048"]),
         ([*GROUPS, "data.group_size=0"], 1, ["data.group_size is 0, but must be at least 1."]),
-        *(
-            ([f"trainer.max_duration='{text}'"], 1, [f"trainer.max_duration is '{text}'"])
-            for text in ["3ep", "0ba", "10"]
-        ),
-        *(([f"run_name='{name}'"], 1, ["run_name"]) for name in ["", " ", "//", "a/..", "a/../../b"]),
-        *(
-            ([f"{key}=''"], 1, [f"{key} is empty"])
-            for key in [
-                "output_folder",
-                "trainer.checkpoint_folder",
-                "data.remote",
-                "validation.local",
-                "data.streams.1.name",
-                "data.streams.1.local",
-            ]
-        ),
+        *(([f"trainer.max_duration='{text}'"], 1, [f"trainer.max_duration is '{text}'"]) for text in ["3ep", "0ba"]),
+        *(([f"run_name='{name}'"], 1, ["run_name"]) for name in [" ", "//", "a/../../b"]),
+        *(([f"{key}=''"], 1, [f"{key} is empty"]) for key in ["output_folder", "data.remote", "data.streams.1.name"]),
         (["output_folder=s3://b/x"], 1, ["output_folder is 's3://b/x'", "trainer.checkpoint_folder"]),
         (["trainer.checkpoint_folder=gs://b/x"], 1, ["trainer.checkpoint_folder is 'gs://b/x'"]),
-        (["trainer.checkpoint_folder=s3:///x"], 1, ["trainer.checkpoint_folder is 's3:///x'"]),
         (["data.local=s3://bucket/x"], 1, ["data.local is 's3://bucket/x'", "Set data.remote to"]),
         (["validation.local=gs://b/x"], 1, ["validation.local is 'gs://b/x'", "validation.remote"]),
         (["data.streams.0.local=s3://b/x"], 1, ["data.streams.0.local is 's3://b/x'", "data.streams.0.remote"]),
         (["validation.streams=[{name: a, local: s3://b/x}]"], 1, ["validation.streams.0.local is 's3://b/x'"]),
-        (["trainer.save_interval=0ba"], 1, ["trainer.save_interval is '0ba'"]),
         (["trainer.eval_interval=often"], 1, ["trainer.eval_interval is 'often'"]),
         (["trainer.keep_every=1ep"], 1, ["trainer.keep_every is '1ep'"]),
         (["trainer.max_duration=1000ba"], 1, ["schedule.warmup is '10000ba'", "trainer.max_duration is '1000ba'"]),
         (["schedule.warmup=8sp"], 1, ["schedule.warmup is '8sp'"]),
-        (["schedule.warmup=1ep"], 1, ["schedule.warmup is '1ep'"]),
         (["samples.interval=' 1ba'"], 1, ["samples.interval is ' 1ba'"]),
         (["algorithms.ema.start=550000ba"], 1, ["algorithms.ema.start is '550000ba'", "algorithms.ema=null"]),
         (["algorithms.ema.start=1dur"], 1, ["algorithms.ema.start is '1dur'"]),
-        (["algorithms.ema.start=5ep"], 1, ["algorithms.ema.start is '5ep'"]),
         (["algorithms.ema={start: 1ba, decays: [0.9, 1]}"], 1, ["algorithms.ema.decays.1 is 1.0"]),
         (["algorithms.ema={start: 1ba, decays: []}"], 1, ["algorithms.ema.decays is empty"]),
         (["algorithms.ema={start: 1ba, decays: [0.9, 0.9]}"], 1, ["algorithms.ema.decays is [0.9, 0.9]"]),
@@ -190,7 +172,6 @@ def test_legal_combinations(configuration, overrides):
         ),
         (["operations.max_dollars=3"], 1, ["operations.max_dollars", "plan.price_per_gpu_hour"]),
         (["data.validate_hash=shake_128"], 1, ["data.validate_hash is 'shake_128'"]),
-        (["data.validate_hash=crc"], 1, ["data.validate_hash is 'crc'"]),
         (
             ["plugins.train_dataset={path: a.B}", "data.streams=???"],
             1,
@@ -292,7 +273,6 @@ def test_legal_combinations(configuration, overrides):
         (["data.streams=[{name: a, repeat: 0}]"], 1, ["data.streams.0.repeat is 0.0"]),
         (["data.streams=[]"], 1, ["data.streams is empty"]),
         (["data.streams=[{name: a}, {name: a}]"], 1, ["data.streams has 'a' 2 times"]),
-        (["validation.streams=[{name: v}, {name: v}]"], 1, ["validation.streams has 'v' 2 times"]),
         (
             ["data.streams=[{name: a, endpoint_url: 'https://o.example.com', profile: mine}]"],
             1,
@@ -313,10 +293,7 @@ def test_legal_combinations(configuration, overrides):
         (["objective.caption_dropout=1.5"], 1, ["objective.caption_dropout is 1.5"]),
         (["data.horizontal_flip=-0.1"], 1, ["data.horizontal_flip is -0.1"]),
         (["data.global_batch_size=0"], 1, ["data.global_batch_size is 0"]),
-        (["data.num_workers=-1"], 1, ["data.num_workers is -1"]),
-        (["data.download_attempts=0"], 1, ["data.download_attempts is 0"]),
         (["optimizer.lr=.nan"], 1, ["optimizer.lr is nan"]),
-        (["optimizer.lr=.inf"], 1, ["optimizer.lr is inf"]),
         (["optimizer.eps=0"], 1, ["optimizer.eps is 0.0"]),
         (["seed=-1"], 1, ["seed is -1"]),
         (
@@ -337,7 +314,6 @@ def test_legal_combinations(configuration, overrides):
             ["only transformers without LoRA"],
         ),
         (["trainer.keep_checkpoints=0"], 1, ["trainer.keep_checkpoints is 0"]),
-        (["loggers.stream_loss_interval=0"], 1, ["loggers.stream_loss_interval is 0"]),
         (["seed=-1", "data.streams=[]"], 1, ["2 problems:\n", "seed is -1", "data.streams is empty"]),
     ],
 )

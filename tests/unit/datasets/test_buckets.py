@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 
 from diffusion.datasets.buckets import EdgeBuckets, lowest_side, parse_edges
@@ -8,23 +7,6 @@ from diffusion.errors import ConfigurationError
 def test_names():
     assert EdgeBuckets((256, 512, 768, 1024)).names == ["256-512", "512-768", "768-1024", "1024-up"]
     assert EdgeBuckets((64,)).names == ["64-up"]
-
-
-@pytest.mark.parametrize(
-    ("side", "bucket"),
-    [
-        (1, None),
-        (255, None),
-        (256, "256-512"),
-        (511, "256-512"),
-        (512, "512-1024"),
-        (1024, "1024-up"),
-        (9999, "1024-up"),
-    ],
-)
-def test_bucket_of(side, bucket):
-    buckets = EdgeBuckets((256, 512, 1024))
-    assert [*buckets.names, None][buckets.indices(np.array([10_000]), np.array([side]))[0]] == bucket
 
 
 def test_the_lowest_side_is_that_of_the_name():

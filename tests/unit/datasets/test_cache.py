@@ -214,13 +214,12 @@ def move_offset(root: Path) -> Path:
     return shard
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_zeros_within_an_image_of_an_original_end_the_epoch(tmp_path: Path, num_workers: int) -> None:
+def test_zeros_within_an_image_of_an_original_end_the_epoch(tmp_path: Path) -> None:
     root = write_prepared(tmp_path, {"a": 40})
     shard = root / "a" / "shard.00001.mds"
     overwrite(shard, bytes(64), shard.read_bytes().index(b"IDAT") + 200)
     with pytest.raises(DataError, match=str(shard)):
-        read(open_loader(root, representation=Representation.images, num_workers=num_workers))
+        read(open_loader(root, representation=Representation.images))
 
 
 @pytest.mark.parametrize("damage", [flip_bits, move_offset])
@@ -262,11 +261,8 @@ def test_a_damaged_offset_table_without_hashes_is_one_error(tmp_path: Path) -> N
         read(open_loader(root))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("is_cache", [False, True])
-def test_a_shard_is_hashed_once_in_a_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int, is_cache: bool
-) -> None:
+def test_a_shard_is_hashed_once_in_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cache: bool) -> None:
     """By all workers of a rank, and, where it is in a cache, by all ranks of a node."""
     root, log = write_encoded(tmp_path / "set", {"a": 200}), tmp_path / "hashed"
     if is_cache:
@@ -282,7 +278,7 @@ def test_a_shard_is_hashed_once_in_a_start(
     for start in (1, 2):
         options: dict[str, Any] = {"remote": root} if is_cache else {}
         folder = tmp_path / "cache" if is_cache else root
-        ranks = [open_loader(folder, num_workers=num_workers, **options) for _ in range(2 if is_cache else 1)]
+        ranks = [open_loader(folder, num_workers=2, **options) for _ in range(2 if is_cache else 1)]
         for loader in [*ranks, *ranks]:
             assert len(read(loader)) == 25
         assert sorted(log.read_text().split()) == sorted(start * [path.name for path in (root / "a").glob("*.mds")])
@@ -299,11 +295,10 @@ def test_an_index_that_names_files_elsewhere_is_refused(tmp_path: Path) -> None:
 # Files that vanish
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_shards_that_have_vanished(tmp_path: Path, num_workers: int) -> None:
+def test_shards_that_have_vanished(tmp_path: Path) -> None:
     root = write_encoded(tmp_path / "remote", {"a": 40})
-    cached = open_loader(tmp_path / "cache", root, num_workers=num_workers)
-    original = open_loader(root, num_workers=num_workers)
+    cached = open_loader(tmp_path / "cache", root)
+    original = open_loader(root)
     assert len(read(cached)) == len(read(original)) == 5
     names = shards_in(tmp_path / "cache" / "a")
     for name in names:
@@ -318,12 +313,11 @@ def test_shards_that_have_vanished(tmp_path: Path, num_workers: int) -> None:
         dataset_of(original)[0]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_shard_that_cannot_be_fetched_ends_the_run(tmp_path: Path, num_workers: int) -> None:
+def test_a_shard_that_cannot_be_fetched_ends_the_run(tmp_path: Path) -> None:
     root = write_encoded(tmp_path / "remote", {"a": 80})
     shards = sorted((root / "a").glob("*.mds"))
     shards[2].unlink()
-    loader = open_loader(tmp_path / "cache", root, num_workers=num_workers)
+    loader = open_loader(tmp_path / "cache", root, num_workers=2)
     began = time.monotonic()
     with pytest.raises(DataError) as caught:
         read(loader)
@@ -542,19 +536,18 @@ def storage_lock(folder: Path, name: str) -> Any:
     return cache.lock(folder / LOCKS / name)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_eviction_does_not_change_the_batches(tmp_path: Path, num_workers: int) -> None:
+def test_eviction_does_not_change_the_batches(tmp_path: Path) -> None:
     root = write_encoded(tmp_path / "remote", {"a": 400})
     expected = read(open_loader(root))
     shutil.copytree(root, tmp_path / "cache")  # Shards of an earlier start make room, too.
     for shard in sorted((tmp_path / "cache" / "a").glob("*.mds"))[:4]:
         shard.unlink()
     limit = limit_of(root, 12)
-    loader = open_loader(tmp_path / "cache", root, cache_limit=str(limit), predownload=8, num_workers=num_workers)
+    loader = open_loader(tmp_path / "cache", root, cache_limit=str(limit), predownload=8, num_workers=2)
     assert read(loader) == expected
     wait_until(lambda: not list((tmp_path / "cache" / "a").glob("*.partial")))
     held = sum(found.st_size for _, found in files_of_cache(tmp_path / "cache" / "a"))
-    assert held <= limit + 2 * max(1, num_workers) * limit_of(root, 1)
+    assert held <= limit + 4 * limit_of(root, 1)
     assert held < limit_of(root, len(list((root / "a").glob("*.mds"))))
 
 
@@ -574,9 +567,8 @@ def open_small(local: Path, remote: Path | None, **options: Any) -> BatchLoader:
     return open_loader(local, remote, **(defaults | options))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_what_is_fetched_read_and_found(tmp_path: Path, remote: Path, num_workers: int) -> None:
-    loader = open_small(tmp_path, remote, num_workers=num_workers)
+def test_what_is_fetched_read_and_found(tmp_path: Path, remote: Path) -> None:
+    loader = open_small(tmp_path, remote, num_workers=2)
     meter, sizes = dataset_of(loader).meter, [path.stat().st_size for path in remote.glob("a/*.mds")]
     assert meter.read() == TierCounts()
     list(loader)

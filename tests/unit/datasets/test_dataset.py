@@ -300,10 +300,6 @@ def test_an_original_is_not_taken_for_a_cached_copy(tmp_path: Path) -> None:
     assert shard.is_file()
 
 
-def test_prepared_columns_are_the_contract() -> None:
-    assert set(prepared_sample("b", 0)) == set(PREPARED)
-
-
 def test_an_mds_folder_of_another_tool(tmp_path: Path) -> None:
     """Shards in subfolders below one index, columns that are not read, and of types that are not decoded here."""
     columns = PREPARED | {"score": "float64", "extra": "pkl", "size": "uint16"}

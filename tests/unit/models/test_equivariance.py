@@ -77,16 +77,15 @@ def test_steps_draw_what_the_paper_draws():
     scales = torch.tensor([one.scale for one in some])
     assert (scales.min() >= 0.25, scales.max() < 1) == (True, True)
     assert scales.mean().item() == pytest.approx(0.625, abs=0.02)
-    assert drawn == [draw_transformation(config, SEED, step) for step in range(NUM_STEPS)]
-    assert drawn != [draw_transformation(config, SEED + 1, step) for step in range(NUM_STEPS)]
+    assert drawn[:20] == [draw_transformation(config, SEED, step) for step in range(20)]
+    assert drawn[:20] != [draw_transformation(config, SEED + 1, step) for step in range(20)]
     always = EquivarianceConfig(probability=1.0, min_scale=1.0, rotations=False)
     assert {draw_transformation(always, SEED, step) for step in range(20)} == {Transformation(1.0, 0)}
     assert draw_transformation(EquivarianceConfig(probability=0.0), SEED, 0) is None
 
 
-@pytest.mark.parametrize("size", [(8, 8), (7, 9), (5, 12)])
-@pytest.mark.parametrize("turns", [0, 1, 2, 3])
-@pytest.mark.parametrize("scale", [0.05, 0.25, 0.5, 0.77, 1.0])
+@pytest.mark.parametrize(("size", "turns"), [((8, 8), 1), ((7, 9), 0), ((5, 12), 3)])
+@pytest.mark.parametrize("scale", [0.05, 0.5, 0.77, 1.0])
 def test_images_and_latents_keep_their_ratio_of_sizes(size, turns, scale):
     latents, pixels = torch.randn(2, 4, *size), torch.randn(2, 3, *(8 * side for side in size))
     one = Transformation(scale, turns)

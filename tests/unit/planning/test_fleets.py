@@ -172,14 +172,6 @@ def test_a_fleet_on_which_a_run_cannot_start_is_named(overrides, illegal, legal,
     assert "would not start on odd" in text and "would not start on fit" not in text and reason in text
 
 
-def test_comparisons_of_the_write_ups(budgets):
-    hours = TRAINING_A100_HOURS + LATENTS_A100_HOURS
-    assert hours / 128 / 24 == pytest.approx(7.76, abs=0.005)
-    phases = [plan.days for plan in budgets[128].plans]
-    assert phases == pytest.approx([1.12, 4.39], abs=0.005)
-    assert budgets[128].gpu_hours == pytest.approx(16_937, abs=0.5)
-
-
 def test_fleets_from_files(tmp_path):
     path = tmp_path / "fleets.json"
     path.write_text(json.dumps([{"name": "ours", "num_gpus": 64, "images_per_second": {"256": 30_000}}]))

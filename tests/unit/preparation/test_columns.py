@@ -80,8 +80,10 @@ WITH_FILE_NAMES = [write_jsonl, write_csv]
 KINDS = [*WITH_FILE_NAMES, write_json_beside, write_tar_with_json, write_parquet, write_arrow, write_mds]
 
 
-def captions_of(out: Path) -> dict[bytes, list[str]]:
-    return {one["image"]: one["captions"] for listed in read_samples(out).values() for one in listed}
+def captions_of(out: Path, source: str = "") -> dict[bytes, list[str]]:
+    """Captions by image, of all sources or one."""
+    samples = (one for listed in read_samples(out).values() for one in listed)
+    return {one["image"]: one["captions"] for one in samples if one["key"].startswith(source)}
 
 
 @pytest.mark.parametrize("write", KINDS)
@@ -157,49 +159,44 @@ def write_columns(path: Path, columns: dict) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
-@pytest.mark.parametrize(
-    "images",
-    [
-        pa.array(IMAGES, pa.large_binary()),
-        pa.array(IMAGES, pa.binary_view()),
-        pa.array([image.ljust(SIZE, b"\0") for image in IMAGES], pa.binary(SIZE)),
-        pa.array(IMAGES).dictionary_encode(),
-        pa.array([{"bytes": image} for image in IMAGES], pa.struct([("bytes", pa.binary_view())])),
-        pa.array(BASE64),
-        pa.array([f"data:image/png;base64,{text}" for text in BASE64], pa.string_view()),
-    ],
-    ids=lambda images: str(images.type)[:20],
-)
-def test_types_of_images(tmp_path, images, suffix):
-    write_columns(tmp_path / "source" / f"a{suffix}", {"image": images, "text": TEXTS})
-    prepare([tmp_path / "source"], tmp_path / "out", edges=[16])
-    found = {image.rstrip(b"\0"): captions for image, captions in captions_of(tmp_path / "out").items()}
-    assert found == {image.rstrip(b"\0"): [text] for image, text in zip(IMAGES, TEXTS, strict=True)}
+def test_types_of_images(tmp_path, suffix):
+    types = {
+        "large": pa.array(IMAGES, pa.large_binary()),
+        "view": pa.array(IMAGES, pa.binary_view()),
+        "fixed": pa.array([image.ljust(SIZE, b"\0") for image in IMAGES], pa.binary(SIZE)),
+        "dictionary": pa.array(IMAGES).dictionary_encode(),
+        "struct": pa.array([{"bytes": image} for image in IMAGES], pa.struct([("bytes", pa.binary_view())])),
+        "base64": pa.array(BASE64),
+        "url": pa.array([f"data:image/png;base64,{text}" for text in BASE64], pa.string_view()),
+    }
+    for name, images in types.items():
+        write_columns(tmp_path / name / f"a{suffix}", {"image": images, "text": TEXTS})
+    prepare([tmp_path / name for name in types], tmp_path / "out", edges=[16])
+    for name in types:
+        found = {image.rstrip(b"\0"): texts for image, texts in captions_of(tmp_path / "out", f"{name}/").items()}
+        assert found == {image.rstrip(b"\0"): [text] for image, text in zip(IMAGES, TEXTS, strict=True)}, name
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
-@pytest.mark.parametrize(
-    "captions",
-    [
-        pa.array(TEXTS, pa.string_view()),
-        pa.array(TEXTS).dictionary_encode(),
-        pa.array([[text] for text in TEXTS], pa.list_(pa.string(), 1)),
-        pa.array([[text] for text in TEXTS], pa.list_(pa.string_view())),
-        pa.array([[text] for text in TEXTS], pa.list_view(pa.string())),
-        pa.array([[text] for text in TEXTS], pa.large_list_view(pa.string())),
-    ],
-    ids=lambda captions: str(captions.type),
-)
-def test_types_of_captions(tmp_path, captions, suffix):
-    if suffix == ".parquet" and "list_view" in str(captions.type):
-        pytest.skip("pyarrow does not write lists as views to parquet")
-    write_columns(tmp_path / "source" / f"a{suffix}", {"image": IMAGES, "text": captions, "note": captions})
-    prepare([tmp_path / "source"], tmp_path / "out", edges=[16])
-    assert captions_of(tmp_path / "out") == {image: [text] for image, text in zip(IMAGES, TEXTS, strict=True)}
+def test_types_of_captions(tmp_path, suffix):
+    types = {
+        "view": pa.array(TEXTS, pa.string_view()),
+        "dictionary": pa.array(TEXTS).dictionary_encode(),
+        "fixed": pa.array([[text] for text in TEXTS], pa.list_(pa.string(), 1)),
+        "list": pa.array([[text] for text in TEXTS], pa.list_(pa.string_view())),
+    }
+    if suffix == ".arrow":  # Pyarrow does not write lists as views to parquet.
+        types["list-view"] = pa.array([[text] for text in TEXTS], pa.list_view(pa.string()))
+        types["large-view"] = pa.array([[text] for text in TEXTS], pa.large_list_view(pa.string()))
+    for name, captions in types.items():
+        write_columns(tmp_path / name / f"a{suffix}", {"image": IMAGES, "text": captions, "note": captions})
+    prepare([tmp_path / name for name in types], tmp_path / "out", edges=[16])
+    for name in types:
+        expected = {image: [text] for image, text in zip(IMAGES, TEXTS, strict=True)}
+        assert captions_of(tmp_path / "out", f"{name}/") == expected, name
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
-@pytest.mark.parametrize("name", ["a", "z"])
+@pytest.mark.parametrize(("name", "suffix"), [("a", ".parquet"), ("z", ".arrow")])
 @pytest.mark.parametrize(
     ("columns", "num"),
     [

@@ -62,7 +62,7 @@ def test_equal_to_the_definition_on_crowded_hashes(max_distance):
         assert duplicates(*arguments) == one_by_one(*arguments)
 
 
-@pytest.mark.parametrize(("num", "distance"), [(1000, 16), (30_000, 1), (300_000, 4), (300_000, 6)])
+@pytest.mark.parametrize(("num", "distance"), [(1000, 16), (30_000, 1), (30_000, 4), (300_000, 6)])
 def test_every_near_pair_is_found(num, distance):
     random = np.random.default_rng(1)
     phash = random.integers(0, 2**64, num, dtype=np.uint64)

@@ -139,17 +139,25 @@ def test_a_source_more(tmp_path):
         prepare([tmp_path / "a"], tmp_path / "out", **OPTIONS)
 
 
+@pytest.fixture(scope="module")
+def growing(tmp_path_factory):
+    """A source that has grown, set/; data of it before in out/, and grown in undisturbed/."""
+    root = tmp_path_factory.mktemp("growing")
+    write_folder(root / "set", 30)
+    prepare([root / "set"], root / "out", **OPTIONS)
+    shutil.copytree(root / "out", root / "undisturbed")
+    grow(root / "set")
+    prepare([root / "set"], root / "undisturbed", **OPTIONS)
+    return root
+
+
 @pytest.mark.parametrize(
     "moment", ["scan.json", "metadata/", "-rejected.parquet", "selection/1.json", ".mds", "positions/", "index.json"]
 )
-def test_stopped_while_growing(tmp_path, monkeypatch, moment):
+def test_stopped_while_growing(growing, tmp_path, monkeypatch, moment):
     """At the second write of a kind, or the first if there is one."""
-    source = tmp_path / "set"
-    write_folder(source, 30)
-    for name in ("out", "undisturbed"):
-        prepare([source], tmp_path / name, **OPTIONS)
-    grow(source)
-    prepare([source], tmp_path / "undisturbed", **OPTIONS)
+    source = growing / "set"
+    shutil.copytree(growing / "out", tmp_path / "out")
     write, count = storage.write, iter(range(100))
 
     def stop_once(uri, *arguments, **options):
@@ -165,7 +173,7 @@ def test_stopped_while_growing(tmp_path, monkeypatch, moment):
             prepare([source], tmp_path / "out", **OPTIONS)
     assert PreparedManifest.read(tmp_path / "out").kept == 30, "until the end it is what it was"
     prepare([source], tmp_path / "out", **OPTIONS)
-    assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
+    assert tree(tmp_path / "out") == tree(growing / "undisturbed")
 
 
 @pytest.mark.parametrize("moment", ["scan.run", "scan.Scan.write"])

@@ -638,28 +638,27 @@ def run_command(python):
     return run
 
 
-def test_filters_and_the_dry_run(run_command, tmp_path):
+def test_filters_and_the_dry_run(tmp_path, capsys):
     write_folder(tmp_path / "set", 20)
     config = tmp_path / "prepare.yaml"
     config.write_text(
         f"sources: [{tmp_path}/set]\nbuckets: {{edges: [16]}}\nworkers: 1\nfilters: {{keywords: ['1', '5']}}\n"
     )
-    result = run_command("--config", config, f"out={tmp_path}/out", "--quiet")
-    assert result.returncode == 0, result.stderr
+    main = runpy.run_path(str(SCRIPT))["main"]
+    main(["--config", str(config), f"out={tmp_path}/out", "--quiet"])
+    capsys.readouterr()
     manifest = PreparedManifest.read(tmp_path / "out")
     assert (manifest.kept, manifest.rejected["keyword"].count) == (18, 2)
     assert manifest.settings["filters"]["keywords"] == ["1", "5"]
     assert "keyword" in (tmp_path / "out" / "report.html").read_text()
     before = tree(tmp_path)
-    result = run_command("--config", config, "--dry-run", "8")
-    assert result.returncode == 0, result.stderr
-    lines = [line.split() for line in result.stdout.splitlines()]
+    main(["--config", str(config), "--dry-run", "8"])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["set", "8", "7"] in lines
     assert ["keyword", "1"] in lines
     assert tree(tmp_path) == before
-    result = run_command("--config", config)
-    assert result.returncode == 2
-    assert "out (Folder to write" in result.stderr
+    with pytest.raises(ConfigurationError, match=r"out \(Folder to write"):
+        main(["--config", str(config)])
 
 
 def test_nothing_kept(tmp_path):

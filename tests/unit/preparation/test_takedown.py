@@ -1,4 +1,7 @@
+import copy
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -35,8 +38,15 @@ def stop(*arguments):
 
 
 @pytest.fixture
-def data(tmp_path):
+def data(template, tmp_path):
     """A data set in which an image, its key and its caption stand wherever they can."""
+    shutil.copytree(template.out, tmp_path / "out")
+    return replace(copy.deepcopy(template), out=str(tmp_path / "out"))
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("template")
     source = make_images(tmp_path / "images", range(60))
     data = select_images(str(tmp_path / "out"), source, SIZES, rejected=[DUPLICATE, 22], original=TAKEN, scored=True)
     key = data.key(TAKEN)

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from streaming import StreamingDataset
 
 from diffusion.errors import DataError
 from diffusion.formats.data_set import PreparedManifest
@@ -48,14 +47,6 @@ def test_samples_are_the_selected_images(tmp_path):
     } == {place: len(listed) for place, listed in read_samples(data.out).items()}
     assert list(manifest.splits) == ["train", "validation"]
     assert PreparedManifest.read(data.out) == manifest
-
-
-def test_a_stock_streaming_dataset_reads_it(tmp_path):
-    plain, data = build(tmp_path, name="plain"), build(tmp_path, name="compressed")
-    plain.write(), data.write(compression="zstd:3", hashes=["sha1", "xxh64"])
-    for place, expected in read_samples(plain.out).items():
-        stock = StreamingDataset(local=f"{data.out}/{place}", shuffle=False, batch_size=1)
-        assert [one["key"] for one in stock] == [one["key"] for one in expected]
 
 
 def test_shards_are_as_long_as_they_may_be(tmp_path):

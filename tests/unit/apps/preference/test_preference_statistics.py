@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from apps.preference import statistics
 from apps.preference.statistics import (
     bootstrap,
     bradley_terry,
@@ -111,8 +112,9 @@ def contains(interval, value: float) -> bool:
     return low <= value <= high
 
 
-def test_intervals_hold_the_true_preference_as_often_as_they_say():
+def test_intervals_hold_the_true_preference_as_often_as_they_say(monkeypatch):
     """200 raters who prefer the first with 0.6, 200 times."""
+    monkeypatch.setattr(statistics, "NUM_RESAMPLES", 500)
     generator = np.random.default_rng(17)
     held = {"wilson": 0, "bootstrap": 0}
     for repetition in range(200):
@@ -125,8 +127,9 @@ def test_intervals_hold_the_true_preference_as_often_as_they_say():
     assert 0.91 <= held["bootstrap"] / 200 <= 0.98, held
 
 
-def test_the_bootstrap_holds_where_prompts_differ_and_wilson_does_not():
+def test_the_bootstrap_holds_where_prompts_differ_and_wilson_does_not(monkeypatch):
     """60 prompts of 20 votes, whose preference is 0.3 or 0.9, 0.6 on the average."""
+    monkeypatch.setattr(statistics, "NUM_RESAMPLES", 500)
     generator = np.random.default_rng(17)
     held = {"wilson": 0, "bootstrap": 0}
     for repetition in range(200):

@@ -17,6 +17,8 @@ from diffusion.models.fast.norms import use_low_precision_norms
 from tests.tools.inductor_aot import Graph, lowering_for_gpu
 from tests.tools.triton_aot import ARCHITECTURES
 
+pytestmark = pytest.mark.slow
+
 BATCH, EDGE = 4, 32
 ARCH = 90
 """Where one is enough."""
@@ -110,14 +112,12 @@ def test_a_block_of_a_transformer_compiles_in_bf16():
     assert masks == [[BATCH, 1, 1, keys]], "the backward pass gets one mask for all heads and queries"
 
 
-@pytest.mark.slow
 def test_a_block_of_a_deep_transformer_compiles_with_every_tiling():
     """SDXL; its ResNet block is that of SD2."""
     _, (attention, inputs) = blocks(Architecture.stable_diffusion_xl)
     check(lower(attention, inputs, torch.float16), every_tiling=True)
 
 
-@pytest.mark.slow
 def test_a_whole_unet_compiles():
     """Of one level, with attention to the caption between down and up: other blocks have tests of their own."""
     kinds = {"down_block_types": ["DownBlock2D"], "up_block_types": ["UpBlock2D"]}

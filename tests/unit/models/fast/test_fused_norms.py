@@ -111,6 +111,7 @@ def num_bytes(graphs: list[Graph]) -> list[int]:
     return [sum(launch.num_read + launch.num_written for launch in traffic(graph)) for graph in graphs]
 
 
+@pytest.mark.slow
 def test_a_resnet_block_reads_and_writes_its_feature_maps_as_rarely_as_can_be():
     forward, backward = num_bytes(block_code(True))
     weights = 2 * 2 * 2 * 9 * NUM_CHANNELS**2  # Two convolutions' weights are read and written in channels-last order.
@@ -120,11 +121,13 @@ def test_a_resnet_block_reads_and_writes_its_feature_maps_as_rarely_as_can_be():
     assert backward / FEATURE_MAP < norms + 1.3, "and the gradient of that sum; partial sums"
 
 
+@pytest.mark.slow
 def test_torchs_own_norm_moves_more():
     ours, torchs = (num_bytes(block_code(is_fused)) for is_fused in (True, False))
     assert sum(torchs) > 1.01 * sum(ours)
 
 
+@pytest.mark.slow
 def test_reductions_run_along_neighbouring_channels():
     for graph in block_code(True):
         for launch in traffic(graph):
@@ -135,14 +138,10 @@ def test_reductions_run_along_neighbouring_channels():
                 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "num_channels", "side"),
-    [
-        (torch.bfloat16, 320, 128),
-        pytest.param(torch.bfloat16, 1920, 32, marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, 1280, 4, marks=pytest.mark.slow),
-        pytest.param(torch.float32, 2560, 16, marks=pytest.mark.slow),
-    ],
+    [(torch.bfloat16, 320, 128), (torch.bfloat16, 1920, 32), (torch.bfloat16, 1280, 4), (torch.float32, 2560, 16)],
 )
 def test_generated_kernels_hardly_spill(dtype, num_channels, side):
     """Cases are the largest and the smallest feature map of SD2 and SDXL, one between and the widest."""
