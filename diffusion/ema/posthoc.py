@@ -183,7 +183,7 @@ def read_combination(paths: Iterable[Path], coefficients: Iterable[float]) -> It
 
 
 def fetch_averages(uri: str, run: Path) -> None:
-    """Download the averages beside a run's checkpoints (`s3://bucket/prefix`) to its folder, where they are older.
+    """Download the averages beside a run's checkpoints (`s3://bucket/prefix`) that its folder lacks, or has older.
 
     Raises:
         DataError: the URI is not that of a store.
