@@ -630,7 +630,12 @@ class _S3Store:
 
 
 def _status(error: Any) -> int:
-    return error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    """Return the HTTP status of an error of boto3, or of a client of Google, Azure or Oracle; 0 if it has none."""
+    answer = getattr(error, "response", None)
+    if isinstance(answer, dict):
+        return answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    found = (getattr(error, name, None) for name in ("code", "status_code", "status"))
+    return next((status for status in found if isinstance(status, int)), 0)
 
 
 def _object(uri: str) -> dict[str, str]:
@@ -789,6 +794,8 @@ class _FsspecStore:
                 root = "/".join(uri.split("/")[:3])
                 client = _streaming_client(os.getpid(), threading.get_ident(), root)
                 client.download(uri, str(path), self._timeout)
+                if not path.exists():  # Streaming's client of gs:// passes over most answers to HMAC keys.
+                    raise _unavailable(uri, "without the file")
             except Exception:
                 _streaming_client.cache_clear()  # The connection may be broken.
                 path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)  # Of some clients.
@@ -801,12 +808,15 @@ class _FsspecStore:
         except (DataError, MachineError):
             raise
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-            raise _missing(uri) from error
+            is_denied = _status(error.__cause__) in (401, 403)
+            raise (_forbidden if is_denied else _missing)(uri) from error
         except PermissionError as error:
             raise _forbidden(uri) from error
         except ImportError as error:
             raise MachineError(f"{shown(uri)} needs a package: {error}; install it with pip") from error
         except Exception as error:
+            if (status := _status(error)) in (401, 403, 404):
+                raise (_missing if status == 404 else _forbidden)(uri) from error
             if isinstance(error, OSError) and self._scheme == "file" and error.errno in _PASSING_ERRNOS:
                 raise _unreadable(uri, error) from error
             if isinstance(error, OSError) and (self._scheme == "file" or error.errno in (errno.ENOSPC, errno.EDQUOT)):

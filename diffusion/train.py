@@ -128,7 +128,7 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
 
         # Resume or initialise
         storage = agree(lambda: checkpoint_storage(config, folder))
-        roll_back(storage, keeps_all=config.trainer.keep_checkpoints == -1)
+        roll_back(config, storage)
         load_path = find_resumption(config, storage)
         if load_path is None:
             initial = find_initial_weights(config)

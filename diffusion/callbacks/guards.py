@@ -18,10 +18,11 @@ from diffusion.config.operations import GuardConfig
 from diffusion.datasets.bad_images import BadImage, check_bad_images, read_bad_images
 from diffusion.datasets.dataset import TextImageDataset, TrainingDataset
 from diffusion.distributed import agree, on_first_rank
-from diffusion.errors import PreemptedError
+from diffusion.errors import PreemptedError, explained_writes
 from diffusion.files import append_json_lines
 from diffusion.formats.run_folder import (
     BAD_IMAGES,
+    ROLLBACK,
     TRAIN_LOSS,
     WRONG_LOSSES,
     Rollback,
@@ -109,7 +110,8 @@ class LossGuard(Callback):
             self._list_samples(state, step, loss)
         rollback = decide(step, loss, self._record, self.guard, time.time())
         if dist.get_global_rank() == 0:
-            request_rollback(self.run, rollback)
+            with explained_writes(self.run / ROLLBACK, "Make room"):
+                request_rollback(self.run, rollback)
         skipped = f" and skips the updates of steps {list(rollback.skipped)}" if rollback.skipped else ""
         raise RolledBackError(
             f"the loss of step {step} is {loss:g}. Start the same command again: it rolls back to a checkpoint of at "
@@ -124,7 +126,8 @@ class LossGuard(Callback):
                 {"step": step, "loss": f"{loss:g}", "stream": stream, "index": index, "shard": shard}
                 for stream, index, shard in dataset.samples_of_step(step)
             ]
-            append_json_lines(self.run / WRONG_LOSSES, rows)
+            with explained_writes(self.run / WRONG_LOSSES, "Make room"):
+                append_json_lines(self.run / WRONG_LOSSES, rows)
             log.warning("the loss of step %d is %g; its samples are listed in %s", step, loss, self.run / WRONG_LOSSES)
 
     def state_dict(self) -> dict[str, Any]:
@@ -192,6 +195,7 @@ class BadImageGuard(Callback):
             self._listed = {(image.stream, image.index) for image in read_bad_images(self.path)}
         entries = {(image.stream, image.index): image for image in images}
         if new := sorted(entries.keys() - self._listed):
-            append_json_lines(self.path, [asdict(entries[address]) for address in new])
+            with explained_writes(self.path, "Make room"):
+                append_json_lines(self.path, [asdict(entries[address]) for address in new])
             self._listed.update(new)
         return len(self._listed) if new else 0

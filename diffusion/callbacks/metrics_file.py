@@ -2,6 +2,9 @@
 
 import datetime
 import json
+import logging
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +13,19 @@ from composer import Logger, State
 from composer.loggers import LoggerDestination
 from composer.utils import dist
 
+from diffusion.errors import explained_writes
 from diffusion.files import append_json_lines, atomic_path, read_json_lines
 from diffusion.formats.run_folder import STARTS, preemption_signal
 from diffusion.launch import package_versions
+
+log = logging.getLogger(__name__)
 
 
 class MetricsFile(LoggerDestination):
     """Write metrics as JSON lines `{"step": 10, "loss/train/total": 0.3}`, on rank 0.
 
-    The row of the current step is part of checkpoints, so that a resumed run completes it.
+    The row of the current step is part of checkpoints, so that a resumed run completes it. Rows that cannot be
+    written, as on a full disk, follow later.
 
     Args:
         path: the file; a resumed run continues it, without the rows of the steps that it repeats.
@@ -34,11 +41,19 @@ class MetricsFile(LoggerDestination):
         self.reached: tuple[float, datetime.datetime] | None = None
         self._loaded: dict[str, float] = {}
         self._step: float = 0
+        self._rows: list[dict[str, float]] = []
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Drop the rows from the checkpoint's step on; the row of its step comes from the checkpoint."""
-        if dist.get_global_rank() != 0:
-            return
+        """Drop the rows from the checkpoint's step on; the row of its step comes from the checkpoint.
+
+        Raises:
+            MachineError: the file cannot be written.
+        """
+        if dist.get_global_rank() == 0:
+            with explained_writes(self.path, "Make room"):
+                self._begin(state)
+
+    def _begin(self, state: State) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._step = state.timestamp.batch.value
         self.row = self._loaded
@@ -68,10 +83,21 @@ class MetricsFile(LoggerDestination):
         self._loaded.pop("step", None)
 
     def flush(self) -> None:
-        """Append the row of the current step to the file."""
+        """Append the row of the current step to the file, and those before that could not be written."""
         if self.row:
-            append_json_lines(self.path, [{"step": self._step, **self.row}])
+            self._rows.append({"step": self._step, **self.row})
             self.row = {}
+        if not self._rows:
+            return
+        size = self.path.stat().st_size if self.path.is_file() else 0
+        try:
+            append_json_lines(self.path, self._rows)
+            self._rows = []
+        except OSError as error:
+            with suppress(OSError):
+                os.truncate(self.path, size)  # A part of them may be written.
+            if len(self._rows) == 1:
+                log.warning("%s cannot be written: %s. Its rows follow when there is room", self.path, error.strerror)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Write the last row."""
@@ -126,8 +152,11 @@ class StartsFile(LoggerDestination):
         self._append(row)
 
     def _append(self, row: dict[str, Any]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        append_json_lines(self.folder / STARTS, [row])
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            append_json_lines(self.folder / STARTS, [row])
+        except OSError as error:
+            log.warning("%s cannot be written: %s", self.folder / STARTS, error.strerror)
 
 
 def _text(time: datetime.datetime) -> str:

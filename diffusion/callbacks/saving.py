@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import errno
+import io
 import logging
 import os
 import time
@@ -18,10 +19,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from diffusion.callbacks.guards import LossGuard
 from diffusion.checkpointing.find import find_damage, is_complete, read_damaged, write_damaged
 from diffusion.checkpointing.layout import list_checkpoints, remove_checkpoint, remove_copy, superseded
+from diffusion.checkpointing.read import load_safely
 from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.checkpointing.save import HostCopy, write_file, write_sharded
 from diffusion.distributed import LONG_TIMEOUT, agree
-from diffusion.errors import MachineError, UserError, explained_writes
+from diffusion.errors import ConfigurationError, DataError, MachineError, UserError, explained_writes
 from diffusion.formats.run_folder import STALL
 from diffusion.trainer import LateLogger
 
@@ -100,6 +102,7 @@ class SaveCheckpoints(Callback):
         """Write a checkpoint of this step, unless there is one, and wait for it. To be called by all ranks.
 
         Raises:
+            ConfigurationError: on all ranks: the state of a callback or algorithm could not be loaded.
             MachineError: on all ranks: it cannot be written.
         """
         self._save(state, logger)
@@ -124,6 +127,7 @@ class SaveCheckpoints(Callback):
             self.guard.check(state)
         start = time.perf_counter()
         self._wait()
+        is_first = self._last_step < 0
         self._last_step = state.timestamp.batch.value
         is_sharded = state.fsdp_sharded_state_dict_enabled
         stem = f"ep{state.timestamp.epoch.value}-ba{self._last_step}"
@@ -131,6 +135,8 @@ class SaveCheckpoints(Callback):
         if self._group is None:
             self._group = torch.distributed.new_group(backend="gloo", timeout=LONG_TIMEOUT)
         content = _collect(state, is_sharded)
+        if is_first:
+            agree(lambda: _check_loadable(content.get("state", {})), group=self._group)
         if self._pool is None:
             self._write(path, content, is_sharded)
         else:
@@ -248,6 +254,30 @@ def _collect(state: State, is_sharded: bool) -> dict[str, Any]:
     if dist.get_global_rank() == 0:
         return content
     return {"state": content["state"]} if is_sharded else {}
+
+
+def _check_loadable(state: Mapping[str, Any]) -> None:
+    """Check that the states of callbacks and algorithms run no code when they are loaded, or no start could resume."""
+    for kind in ("callbacks", "algorithms"):
+        for name, content in dict(state.get(kind, {})).items():
+            file = io.BytesIO()
+            torch.save(_without_tensors(content), file)
+            file.seek(0)
+            try:
+                load_safely(file, name)
+            except DataError as error:
+                raise ConfigurationError(
+                    f"the run could not resume from a checkpoint with the state of {name} (plugins.{kind}): {error}. "
+                    "Return tensors, numbers, text, lists and dictionaries from its state_dict"
+                ) from error
+
+
+def _without_tensors(value: Any) -> Any:
+    if type(value) is dict:
+        return {key: _without_tensors(child) for key, child in value.items()}
+    if type(value) in (list, tuple):
+        return [_without_tensors(child) for child in value]
+    return None if isinstance(value, torch.Tensor) else value
 
 
 def _check_written(path: Path) -> None:

@@ -8,7 +8,7 @@ downloaded.
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,9 +138,9 @@ class RemoteCheckpoints:
     def remove(self, checkpoint: RemoteCheckpoint) -> None:
         """Remove a checkpoint, its index first: after an interruption the rest counts as half-written."""
         index = self.uri_of(f"{checkpoint.name}/{CHECKPOINT_INDEX}")
-        uris = [file.uri for file in checkpoint.files.values()]
-        storage.delete([uri for uri in uris if uri == index], self._access)
-        storage.delete([uri for uri in uris if uri != index], self._access)
+        files = checkpoint.files.values()
+        self.remove_files(file for file in files if file.uri == index)
+        self.remove_files(file for file in files if file.uri != index)
 
     def remove_named(self, name: str) -> None:
         """Remove the checkpoint of a name, if there is one."""
@@ -163,9 +163,14 @@ class RemoteCheckpoints:
 
     # Single files
 
+    def remove_files(self, files: Iterable[StoredFile]) -> None:
+        """Remove files from the store."""
+        storage.delete([file.uri for file in files], self._access)
+
     def download_file(self, file: StoredFile, path: Path) -> None:
-        """Download a file, unless one of its size is there."""
-        if not path.is_file() or path.stat().st_size != file.size:
+        """Download a file, unless a copy of its size is there that is not older."""
+        found = path.stat() if path.is_file() else None
+        if found is None or found.st_size != file.size or found.st_mtime < (file.time or 0.0):
             storage.download(file.uri, path, size=file.size, parallel=_PARALLEL_DOWNLOADS, access=self._access)
 
     def upload(self, path: Path, name: str) -> None:

@@ -150,6 +150,16 @@ def _choose(
     return newest
 
 
+def check_folder(config: Config, storage: CheckpointStorage) -> None:
+    """Raise a ConfigurationError if a run would begin anew although there are checkpoints, there or elsewhere."""
+    remote = storage.remote
+    present = list_checkpoints(storage.folder) if remote is None else remote.present()
+    if not config.trainer.autoresume:
+        _check_none(storage.folder if remote is None else remote.uri, present)
+    elif not present:
+        _check_none_elsewhere(config, storage.run)
+
+
 def _record_damaged(location: str, names: Sequence[str], newest: str) -> None:
     """Let later starts, which resume from newer checkpoints and do not read these, know that they are damaged."""
     known = read_damaged(location)
@@ -283,14 +293,17 @@ def check_changes(config: Config, checkpoint: Path, name: str) -> None:
     now = redact(to_dict(config))
     changes = [(effect_of(change[0], config.task), change) for change in _differences(before, now)]
     refused = {Effect.refused}
-    if config.plugins.train_dataset is not None:  # This package's own data has a fingerprint of its order.
+    plugins = before.get("plugins", {}).get("train_dataset"), config.plugins.train_dataset
+    if any(plugin is not None for plugin in plugins):  # This package's own data has a fingerprint of its order.
         refused.add(Effect.same_order)
     if any(effect is Effect.same_averages for effect, _ in changes) and StoredState(checkpoint).keys(AVERAGES):
         refused.add(Effect.same_averages)
     rejected = [
         (key, was, value)
         for effect, (key, was, value) in changes
-        if effect in refused or (effect is Effect.same_weights and (was is None or value is None))
+        if effect in refused
+        or (effect is Effect.same_weights and (was is None or value is None))
+        or (key == "data.streams" and _are_reordered(was, value))
     ]
     if rejected:
         raise ConfigurationError(
@@ -326,6 +339,14 @@ def _differences(
             yield from _differences(was, value, cast("type", kind), f"{prefix}{key}.")
         elif was != value:
             yield prefix + key, was, value
+
+
+def _are_reordered(was: Any, now: Any) -> bool:
+    """Return whether streams of the same names are in another order, which their fingerprint may not show."""
+    before, after = (
+        [stream["name"] for stream in streams] if isinstance(streams, list) else [] for streams in (was, now)
+    )
+    return before != after and sorted(before) == sorted(after)
 
 
 def _list_changes(changes: list[Change]) -> str:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from diffusion.checkpointing.layout import batch_of, list_checkpoints, remove_checkpoint
 from diffusion.checkpointing.remote import RemoteCheckpoints
-from diffusion.checkpointing.resume import CheckpointStorage
+from diffusion.checkpointing.resume import CheckpointStorage, check_folder
 from diffusion.config.operations import GuardConfig
+from diffusion.config.schema import Config
 from diffusion.distributed import agree, local_rank, on_first_rank, rank
 from diffusion.errors import MachineError, UserError
 from diffusion.formats.run_folder import Rollback, read_request, record_rollback
@@ -70,19 +71,22 @@ def decide(step: int, loss: float, record: Sequence[Rollback], guard: GuardConfi
 # The next start
 
 
-def roll_back(storage: CheckpointStorage, *, keeps_all: bool) -> None:
+def roll_back(config: Config, storage: CheckpointStorage) -> None:
     """Carry out the rollback that an earlier start has requested, if any. To be called by all ranks.
 
     A run that keeps all checkpoints begins anew without one before the limit. Else the oldest one stays, though it is
     after the limit.
 
     Raises:
+        ConfigurationError: the run would begin anew although there are checkpoints; the request stays.
         DataError: the request is damaged.
         MachineError: a checkpoint cannot be removed.
     """
     rollback = on_first_rank(lambda: read_request(storage.run))
     if rollback is None:
         return
+    on_first_rank(lambda: check_folder(config, storage), takes_long=True)
+    keeps_all = config.trainer.keep_checkpoints == -1
     remote, limit = storage.remote, rollback.limit
     # Where checkpoints are uploaded, each node has files of its own.
     removes = rank() == 0 or (remote is not None and local_rank() == 0)

@@ -17,6 +17,7 @@ from diffusion.config.fields import CHECK, LocationLimits, parse_time, section_p
 from diffusion.config.loading import leaves, missing_keys, to_dict
 from diffusion.config.model import AttentionBackend, Compilation, PredictionType
 from diffusion.config.schema import Config, Task
+from diffusion.config.secrets import redact
 from diffusion.config.training import Decay, Device, OptimizerName, Parallelism, Precision
 from diffusion.errors import ConfigurationError, MachineError, raise_all
 
@@ -85,7 +86,7 @@ def check(
         problems += _judged_sizes(config)
         if side_factor is not None and num_text_tokens is not None:
             problems += _attention_lengths(config, side_factor, num_text_tokens)
-    raise_all(ConfigurationError, problems)
+    raise_all(ConfigurationError, redact(problems))
 
 
 def rank_problems(config: Config, world_size: int) -> list[str]:

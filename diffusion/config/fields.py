@@ -13,6 +13,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from diffusion.config.secrets import redact
 from diffusion.errors import ConfigurationError, raise_all
 
 MAX_SEED = 2**32 - 2**16
@@ -207,7 +208,7 @@ def section_problems(section: Any, key: str = "") -> Iterator[str]:
 
 def check_sections(config: Any) -> None:
     """Raise a ConfigurationError with all problems of a configuration, section by section, if there are any."""
-    raise_all(ConfigurationError, list(section_problems(config)))
+    raise_all(ConfigurationError, redact(list(section_problems(config))))
 
 
 def _elements(key: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -318,7 +318,7 @@ def _merge(schema: type[Schema], sources: Sequence[_Source], *, resolves: bool =
     config = merger.build(schema, values, "")
     if resolves and not merger.problems and any(_is_interpolation(value) for _, value in leaves(to_dict(config))):
         config = merger.build(schema, merger.resolve(to_dict(config)), "")
-    raise_all(ConfigurationError, merger.problems)
+    raise_all(ConfigurationError, redact(merger.problems))
     return config
 
 
@@ -384,7 +384,7 @@ class _Merger:
             return {name: self.build(element_type(kind), child, _join(key, name)) for name, child in value.items()}
         try:
             return self.build_scalar(origin, value, key)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, yaml.YAMLError):
             self.problems.append(self.wrong_type(annotation, value, key))
             return None
 

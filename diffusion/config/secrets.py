@@ -20,7 +20,7 @@ _KNOWN_SHAPES = re.compile(
 )
 """Formats of the keys of AWS, Hugging Face, GitHub and OpenAI, and of private keys."""
 
-_USER_IN_URL = re.compile(r"(?<=://)[^/\s@]+@")
+_USER_IN_URL = re.compile(r"(?<=://)[^/\s]+@")
 _SIGNATURE_IN_URL = re.compile(r"(?i)(?<=[?&])([\w-]*(?:signature|token|key|secret|password|credential|sig)=)[^&\s#]+")
 _NESTED = re.compile(r"""(?P<head>["']?(?P<name>[\w-]+)["']?:\s*)("[^"]*"|'[^']*'|[^,{}\[\]\s]+)""")
 """Entry of a YAML mapping on one line, as in `{api_key: x}`."""

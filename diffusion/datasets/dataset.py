@@ -39,6 +39,7 @@ from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
 from diffusion.formats.shards import ShardFiles
 from diffusion.randomness import Purpose, random_word
+from diffusion.storage import shown
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +223,7 @@ class TextImageDataset(Dataset):
 
     def _check_columns(self, stream: int, location: StreamLocation) -> None:
         columns = self._columns_of(stream)
-        where = f"{location.source} (stream '{location.name}')"
+        where = f"{shown(location.source)} (stream '{location.name}')"
         for name in self._required:
             if name not in columns:
                 raise DataError(f"{where} has no {name}, only {', '.join(sorted(columns))}. {_REMEDIES[name]}")

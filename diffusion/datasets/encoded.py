@@ -9,7 +9,7 @@ from diffusion.datasets.streams import Files, find_manifest
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
 from diffusion.formats.data_set import ENCODED
-from diffusion.storage import Access
+from diffusion.storage import Access, shown
 
 VERSION = 1
 CODE = "float16-moments-v2"
@@ -92,7 +92,7 @@ def read_encoded_manifest(
 ) -> EncodedManifest | None:
     """Find the manifest of an encoded stream, as `find_manifest` does; None where there is none."""
     content = find_manifest(source, access, files)
-    return None if content is None else EncodedManifest.from_json(content, source)
+    return None if content is None else EncodedManifest.from_json(content, shown(source))
 
 
 def check_encoded(

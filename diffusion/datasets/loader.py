@@ -38,22 +38,22 @@ from diffusion.datasets.streams import (
     validation_streams,
 )
 from diffusion.datasets.transforms import ImageTransform
-from diffusion.errors import DataError
-from diffusion.storage import Access
+from diffusion.errors import DataError, UserError
+from diffusion.storage import Access, shown
 
 logger = logging.getLogger(__name__)
 
 
 class BatchLoader(DataLoader):
-    """A DataLoader whose workers' `DataError`s and timeouts arrive with their own message, not with a traceback."""
+    """A DataLoader whose workers' `UserError`s and timeouts arrive with their own message, not with a traceback."""
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Iterate over batches; a DataError comes from the data set, or because a worker gave nothing for too long."""
+        """Iterate over batches; a UserError comes from the data set, or because a worker gave nothing for too long."""
         try:
             yield from super().__iter__()
-        except DataError as error:
+        except UserError as error:
             logger.debug("in a loader worker", exc_info=error)
-            raise type(error)(str(error).rpartition(f"{DataError.__qualname__}: ")[2].strip()) from None
+            raise type(error)(str(error).rpartition(f"{type(error).__qualname__}: ")[2].strip()) from None
         except RuntimeError as error:
             if "timed out" not in str(error):
                 raise
@@ -283,8 +283,8 @@ def _check_locations(
         manifest = find_manifest(location.source, location.access, location.files)
         # Data without a manifest, or with one of images, is judged by its columns when it is opened.
         if config.representation == Representation.latents and manifest and manifest.get("kind") == ENCODED:
-            encoded = EncodedManifest.from_json(manifest, location.source)
-            where = location.source
+            where = shown(location.source)
+            encoded = EncodedManifest.from_json(manifest, where)
             check_encoded(encoded, where=where, size=size, needs_logvar=with_logvar, score_names=score_names)
 
 

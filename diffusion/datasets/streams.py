@@ -11,6 +11,7 @@ import tempfile
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -21,9 +22,9 @@ from omegaconf import MISSING
 from diffusion import storage
 from diffusion.config.data import DataConfig, StreamConfig, ValidationConfig
 from diffusion.config.schema import Config
-from diffusion.errors import DataError, MachineError
+from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.files import read_json
-from diffusion.formats.data_set import DAMAGED, MANIFEST, REMOVED_SAMPLES, SCAN, WORK, has_srgb_conversion
+from diffusion.formats.data_set import DAMAGED, MANIFEST, REMOVED_SAMPLES, SCAN, SPLITS, WORK, has_srgb_conversion
 from diffusion.formats.shards import INDEX
 from diffusion.storage import FIRST_CONTACT, Access, ForbiddenFileError, MissingFileError, is_url, join, shown
 
@@ -82,8 +83,11 @@ def locate_streams(
     for stream in streams:
         local = stream.local or str(Path(root_local, stream.name))
         remote = stream.remote or (join(root_remote, stream.name) if root_remote else None)
-        if remote is not None and not is_url(remote) and Path(remote).resolve() == Path(local).resolve():
-            remote = None  # An original is never treated as a cached copy.
+        if remote is not None:
+            remote = remote.removeprefix("file://")
+            with suppress(OSError):  # One of them does not exist.
+                if Path(remote).samefile(local):
+                    remote = None  # An original is never treated as a cached copy.
         locations.append(
             StreamLocation(
                 name=stream.name,
@@ -114,8 +118,41 @@ def located_streams(config: Config) -> list[tuple[StreamConfig, StreamLocation]]
     ]
 
 
+def check_separate_caches(locations: Iterable[StreamLocation]) -> None:
+    """Raise a ConfigurationError if streams of different sources have one local folder: one would read the other's."""
+    first: dict[Path, StreamLocation] = {}
+    for location in locations:
+        other = first.setdefault(Path(location.local).resolve(), location)
+        if _origin(location) != _origin(other):
+            names = [f"{shown(one.source)} ({one.section} stream '{one.name}')" for one in (other, location)]
+            raise ConfigurationError(
+                f"{location.local} is the local folder of {' and '.join(names)}. Give each a folder of its own "
+                "(data.local, validation.local, or `local` of a stream)"
+            )
+
+
+def _origin(location: StreamLocation) -> tuple[str, str | None]:
+    source = location.source
+    return (source, location.access.endpoint_url) if is_url(source) else (str(Path(source).resolve()), None)
+
+
 def check_location(location: StreamLocation) -> None:
-    """Raise a DataError unless a stream is there and whole. One behind a URL is checked when its index is fetched."""
+    """Check that a stream is there and whole, and that its cache is no original.
+
+    What lies behind a URL is checked when its index is fetched.
+
+    Raises:
+        ConfigurationError: the cache is an original.
+        DataError: the stream is missing or unfinished.
+    """
+    if location.remote is not None:
+        split = Path(location.local).resolve().parent
+        if split.name in SPLITS and any((split.parent / name).exists() for name in (MANIFEST, SCAN, WORK)):
+            raise ConfigurationError(
+                f"{location.local} belongs to the data set {split.parent}, and as the cache of "
+                f"{shown(location.remote)} would be overwritten. Set another {location.section}.local, or remove "
+                f"{location.section}.remote to read what is there"
+            )
     if is_url(location.source):
         return
     folder, section = Path(location.source).absolute(), location.section
@@ -218,8 +255,8 @@ def _read_json(uri: str, access: Access) -> Any:
         except ForbiddenFileError as error:
             raise DataError(
                 f"access to {shown(uri)} is denied, so whether it names images that are not to be used is unknown. "
-                "Allow s3:GetObject on it, and s3:ListBucket on its bucket: without that, access to a file that does "
-                "not exist is denied, too"
+                "Allow reading it and listing its bucket (s3:GetObject and s3:ListBucket): without that, access to a "
+                "file that does not exist is denied, too"
             ) from error
         except MachineError as error:
             raise DataError(f"{error}. Check data.remote, and that this machine can reach it") from error
@@ -277,6 +314,7 @@ def find_marked(location: StreamLocation) -> list[int]:
         for stream, marks in _find_above(location.source, name, location.access, location.files):
             indices = marks.get(stream, []) if isinstance(marks, dict) else None
             if not isinstance(indices, list) or not all(type(index) is int for index in indices):
-                raise DataError(f"{name} beside {location.source} is damaged: for '{stream}' it has no list of numbers")
+                where = shown(location.source)
+                raise DataError(f"{name} beside {where} is damaged: for '{stream}' it has no list of numbers")
             absent += indices
     return absent

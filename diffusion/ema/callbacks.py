@@ -6,6 +6,7 @@ like the model's.
 """
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -31,9 +32,11 @@ from diffusion.ema.averaging import (
     reshard,
     trainable_parameters,
 )
-from diffusion.ema.posthoc import AVERAGE_SUFFIX, AverageRecord, write_average
-from diffusion.errors import DataError
+from diffusion.ema.posthoc import AVERAGE_SUFFIX, AverageRecord, step_of, write_average
+from diffusion.errors import DataError, explained_writes
 from diffusion.formats.run_folder import AVERAGES
+
+log = logging.getLogger(__name__)
 
 DTYPES = {
     NumberFormat.fp32: torch.float32,
@@ -196,12 +199,13 @@ class LateStartEMA(Callback):
 
 
 class AverageSnapshots(Callback):
-    """Store the power-function averages at intervals and at the end; they are never removed.
+    """Store the power-function averages at intervals and at the end.
 
     Rank 0 gathers one average at a time, which needs its size in memory. The interval (`5000ba`) counts from the
-    beginning of the run. A run that resumes from a checkpoint writes the files of the steps that it repeats again, with
-    the same bytes. With an object store, files are uploaded as `averages/NAME` in the background, and before the next
-    checkpoint is complete there. To be run after the callback that updates the averages.
+    beginning of the run. A start removes the files of later steps: a run that resumes from a checkpoint writes them
+    again, with the same bytes, and one that begins anew has others. With an object store, files are uploaded as
+    `averages/NAME` in the background, and before the next checkpoint is complete there. To be run after the callback
+    that updates the averages.
     """
 
     def __init__(
@@ -218,8 +222,9 @@ class AverageSnapshots(Callback):
         self._last_step = -1
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Upload the files that an earlier start has written, but not uploaded."""
-        agree(self._upload_missing, takes_long=True)
+        """Remove the files of later steps, and upload those that an earlier start has written, but not uploaded."""
+        step = state.timestamp.batch.value
+        agree(lambda: self._continue_from(step) if rank() == 0 else None, takes_long=True)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Store at the interval."""
@@ -248,12 +253,23 @@ class AverageSnapshots(Callback):
             if self.remote is not None:
                 self.remote.upload_later(path, f"{AVERAGES}/{path.name}")
 
-    def _upload_missing(self) -> None:
-        if self.remote is not None and rank() == 0:
-            stored = self.remote.files()
-            for path in sorted(self.folder.glob(f"*{AVERAGE_SUFFIX}")):
-                if f"{AVERAGES}/{path.name}" not in stored:
-                    self.remote.upload_later(path, f"{AVERAGES}/{path.name}")
+    def _continue_from(self, step: int) -> None:
+        for path in self.folder.glob(f"*{AVERAGE_SUFFIX}"):
+            if step_of(path.name) > step:
+                log.warning("removing %s: the run continues from step %d", path, step)
+                with explained_writes(path):
+                    path.unlink()
+        if self.remote is None:
+            return
+        stored = {
+            name.rpartition("/")[2]: file
+            for name, file in self.remote.files().items()
+            if name.startswith(f"{AVERAGES}/")
+        }
+        self.remote.remove_files(file for name, file in stored.items() if step_of(name) > step)
+        for path in sorted(self.folder.glob(f"*{AVERAGE_SUFFIX}")):
+            if path.name not in stored:
+                self.remote.upload_later(path, f"{AVERAGES}/{path.name}")
 
 
 def build_averages(

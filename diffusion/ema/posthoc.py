@@ -35,7 +35,7 @@ from diffusion.formats.run_folder import AVERAGES, RECONSTRUCTED
 AVERAGE_SUFFIX = ".safetensors"
 
 _RECORD = "average"
-_NAME = re.compile(r"step-\d+-[a-z]+-[\d.e-]+\.safetensors")
+_NAME = re.compile(r"step-(\d+)-[a-z]+-[\d.e-]+\.safetensors")
 
 
 # The combination of profiles
@@ -138,6 +138,12 @@ def write_average(folder: Path, record: AverageRecord, tensors: dict[str, Tensor
     return path
 
 
+def step_of(name: str) -> int:
+    """Step in the name of an average; -1 for another file."""
+    found = _NAME.fullmatch(name)
+    return -1 if found is None else int(found[1])
+
+
 def list_averages(run: Path) -> list[tuple[Path, AverageRecord]]:
     """List the averages that a run has stored, oldest first.
 
@@ -146,7 +152,7 @@ def list_averages(run: Path) -> list[tuple[Path, AverageRecord]]:
         DataError: one is damaged.
     """
     folder = run / AVERAGES
-    files = sorted(path for path in folder.glob(f"*{AVERAGE_SUFFIX}") if _NAME.fullmatch(path.name))
+    files = sorted(path for path in folder.glob(f"*{AVERAGE_SUFFIX}") if step_of(path.name) >= 0)
     if not files:
         raise ConfigurationError(
             f"{folder} holds no averages: give the folder of a run that was trained with algorithms.ema.power"
@@ -177,7 +183,7 @@ def read_combination(paths: Iterable[Path], coefficients: Iterable[float]) -> It
 
 
 def fetch_averages(uri: str, run: Path) -> None:
-    """Download the averages beside a run's checkpoints (`s3://bucket/prefix`) to its folder, unless they are there.
+    """Download the averages beside a run's checkpoints (`s3://bucket/prefix`) that its folder lacks, or has older.
 
     Raises:
         DataError: the URI is not that of a store.

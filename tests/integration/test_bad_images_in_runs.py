@@ -13,7 +13,7 @@ from diffusion.callbacks.autoencoder import statistics_images
 from diffusion.callbacks.guards import BadImageGuard
 from diffusion.config.loading import load_config
 from diffusion.datasets.bad_images import BadImage, BadImages
-from diffusion.errors import DataError
+from diffusion.errors import DataError, MachineError
 from tests.tools.written_data import write_prepared
 
 
@@ -70,6 +70,14 @@ def test_the_list_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         guard.batch_end(state, Logger(state))
     assert len(reads) == 1
     assert len((tmp_path / "bad_images.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_list_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
+    data: Any = SimpleNamespace(bad_images=BadImages(), num_samples=100)
+    data.bad_images.count_bad(BadImage(stream="b", index=3, key="", epoch=0, error=""))
+    state: Any = SimpleNamespace(timestamp=Timestamp(batch=1, sample=100))
+    with pytest.raises(MachineError, match=r"bad_images\.jsonl cannot be written"):
+        BadImageGuard(tmp_path / "gone", 1, data).close(state, Logger(state))
 
 
 def test_a_start_continues_the_counts_of_earlier_ones(tmp_path: Path) -> None:

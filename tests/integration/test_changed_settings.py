@@ -71,6 +71,13 @@ def test_another_objective_is_refused_also_when_nothing_is_left_to_do(server, fi
         ([], ["seed=18"], ["seed (was 17, is 18)"]),
         ([], ["data={global_batch_size: 16, shuffle: none}"], ["data.global_batch_size (was", "data.shuffle (was"]),
         (["plugins.train_dataset=null", *OWN], [], ["plugins.train_dataset (was null"]),
+        ([], ["plugins.train_dataset=null", *OWN], ["plugins.train_dataset (was {"]),
+        (
+            ["plugins.train_dataset=null", "data.local=/d", "data.streams=[{name: a}, {name: b}]"],
+            ["plugins.train_dataset=null", "data.local=/d", "data.streams=[{name: b}, {name: a}]"],
+            ["data.streams (was"],
+        ),
+        (["plugins.train_dataset=null", *OWN], ["plugins.train_dataset=null", *OWN, "data.streams.0.name=c"], []),
         (["plugins.train_dataset=null", *OWN], ["plugins.train_dataset=null", *OWN, "seed=18"], []),  # `order`
         ([], ["task=autoencoder"], ["task (was diffusion, is autoencoder)"]),
     ],

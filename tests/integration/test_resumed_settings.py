@@ -18,13 +18,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from diffusion import train as training
 from diffusion.checkpointing.resume import check_changes, checkpoint_storage, find_resumption, with_kept_settings
+from diffusion.checkpointing.roll_back import roll_back
 from diffusion.config.documentation import element_type, field_types, find_field, schema_keys, split_optional
 from diffusion.config.fields import CHECK
 from diffusion.config.loading import from_dict, load_config, to_dict, to_public_yaml
 from diffusion.config.resumption import Effect, effect_of
 from diffusion.config.schema import Config, Task
 from diffusion.errors import ConfigurationError
-from diffusion.formats.run_folder import STARTS, read_config
+from diffusion.formats.run_folder import STARTS, Rollback, read_config, read_request, request_rollback
 from diffusion.operations.heartbeats import heartbeat_folder
 
 TASKS = {Task.diffusion: "tests/tools/toy.yaml", Task.autoencoder: "yamls/tiny/autoencoder.yaml"}
@@ -168,6 +169,19 @@ def test_a_run_does_not_begin_anew_where_its_checkpoints_are_looked_for_elsewher
     config = load_config(TASKS[Task.diffusion], [now])
     with pytest.raises(ConfigurationError, match=f"{folder} does, and the run would begin anew"):
         find_resumption(config, checkpoint_storage(config, run))
+
+
+def test_a_rollback_waits_for_a_start_that_finds_the_checkpoints(tmp_path):
+    config = load_config(TASKS[Task.diffusion], [f"trainer.checkpoint_folder={tmp_path}/elsewhere"])
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "ep0-ba9.pt").touch()
+    request_rollback(tmp_path, Rollback(step=8, loss="nan", limit=7, time=1.0))
+    with pytest.raises(ConfigurationError, match="checkpoints does, and the run would begin anew"):
+        roll_back(config, checkpoint_storage(config, tmp_path))
+    assert read_request(tmp_path) is not None
+    config.trainer.checkpoint_folder = None
+    roll_back(config, checkpoint_storage(config, tmp_path))
+    assert read_request(tmp_path) is None
 
 
 def test_relative_folders_are_those_of_the_working_directory_of_each_start(tmp_path, monkeypatch):

@@ -11,6 +11,8 @@ from unittest.mock import Mock
 
 import fsspec
 import pytest
+from botocore.exceptions import ClientError
+from google.api_core import exceptions
 
 from diffusion import storage
 from diffusion.distributed import agree
@@ -159,6 +161,28 @@ def test_an_object_that_is_not_deleted(monkeypatch: pytest.MonkeyPatch, code: st
         storage.delete(["s3://tests/x/a", "s3://tests/x/b"], SHORT)
     client.delete_objects.return_value = {"Errors": [{"Key": "x/b", "Code": "NoSuchKey"}]}
     storage.delete(["s3://tests/x/a", "s3://tests/x/b"], SHORT)
+
+
+DENIED = ClientError({"Error": {"Code": "403"}, "ResponseMetadata": {"HTTPStatusCode": 403}}, "HeadObject")
+NOT_FOUND = FileNotFoundError("Object not found")
+NOT_FOUND.__cause__ = DENIED
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (exceptions.NotFound("x"), MissingFileError),
+        (exceptions.Forbidden("x"), ForbiddenFileError),
+        (exceptions.TooManyRequests("x"), UnavailableError),
+        (NOT_FOUND, ForbiddenFileError),  # With HMAC keys.
+        (None, UnavailableError),
+    ],
+)
+def test_answers_of_google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer, error):
+    client = Mock(**{"download.side_effect": answer})
+    monkeypatch.setattr(storage, "_streaming_client", Mock(return_value=client))
+    with pytest.raises(error, match="gs://b/x"):
+        storage.download("gs://b/x", tmp_path / "x", access=Access(attempts=1))
 
 
 class TestS3:

@@ -29,6 +29,7 @@ from diffusion.datasets.streams import (
     Files,
     StreamLocation,
     check_location,
+    check_separate_caches,
     find_manifest,
     located_streams,
     read_files,
@@ -40,7 +41,7 @@ from diffusion.models.tokenizers import caption_tokenizer, num_full
 from diffusion.operations.checks.machine import existing
 from diffusion.operations.checks.verdicts import Verdict, log_and_raise, ok, on_each_machine, problem, warning
 from diffusion.planning.downloads import FleetStream, World, traffic
-from diffusion.storage import is_url, join
+from diffusion.storage import is_url, join, shown
 
 MIN_CACHED_SHARDS = 4
 """Smallest cache limit, in multiples of the largest shard."""
@@ -85,6 +86,7 @@ def _has_cached_index(location: StreamLocation) -> bool:
 
 def check_streams(config: Config, files: Files) -> None:
     """Check that the data exists and is what the configuration says, as far as that is known without the model."""
+    check_separate_caches(location for _, location in located_streams(config))
     wanted = {"with_logvar": config.objective.posterior == Posterior.sample, "score_names": config.model.score_names}
     if config.plugins.train_dataset is None:
         check_training_streams(config.data, **wanted, files=files)
@@ -102,7 +104,7 @@ def check_identity(config: Config, identities: Mapping[str, str], files: Files) 
     for location, size, manifest in _encoded_streams(config, files):
         check_encoded(
             manifest,
-            where=location.source,
+            where=shown(location.source),
             size=size,
             needs_logvar=config.objective.posterior == Posterior.sample,
             vae_identity=identities["vae"],
@@ -121,7 +123,8 @@ def _encoded_streams(config: Config, files: Files) -> Iterator[tuple[StreamLocat
     for (_, location), size in zip(streams, sizes, strict=True):
         manifest = read_encoded_manifest(location.source, location.access, files)
         if manifest is None:
-            raise DataError(f"{location.source} has no manifest.json beside it: encode it with scripts/encode.py")
+            where = shown(location.source)
+            raise DataError(f"{where} has no manifest.json beside it: encode it with scripts/encode.py")
         yield location, size, manifest
 
 
@@ -262,8 +265,13 @@ def check_data(config: Config, *, deep: bool) -> Iterator[Verdict]:
     A deep check hashes the files of the streams that lie in folders, with a progress bar.
     """
     tokenizer = _tokenize(config)
-    are_whole = True
-    for stream, location in located_streams(config):
+    are_whole, streams = True, located_streams(config)
+    try:
+        check_separate_caches(location for _, location in streams)
+    except ConfigurationError as error:
+        yield problem("data", str(error))
+        return
+    for stream, location in streams:
         name = f"{'' if location.section == 'data' else f'{location.section} '}stream {location.name}"
         try:
             check_files(location, config.data.download_timeout, deep=deep)
@@ -291,7 +299,7 @@ def check_files(location: StreamLocation, timeout: float, *, deep: bool) -> None
     entry = manifest.get("splits", {}).get(split, {}).get(bucket)
     if isinstance(entry, dict) and entry.get("sha256") != hashlib.sha256(index).hexdigest():
         raise DataError(
-            f"the index of {location.source} is not that of manifest.json above it, which records "
+            f"the index of {shown(location.source)} is not that of manifest.json above it, which records "
             f"{entry.get('num_samples')} samples: copy the whole data set again"
         )
     if _has_cached_index(location):

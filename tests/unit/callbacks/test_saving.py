@@ -1,14 +1,17 @@
 """Writing of checkpoints: the thread in the background, and a store that is gone."""
 
 import threading
+from datetime import datetime
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from composer.utils import dist
 
 from diffusion.callbacks.saving import SaveCheckpoints
-from diffusion.errors import DataError, MachineError
+from diffusion.errors import ConfigurationError, DataError, MachineError
 
 
 def test_the_thread_uses_the_gpu_of_its_rank(monkeypatch, tmp_path):
@@ -37,3 +40,16 @@ def test_a_bucket_that_is_gone_ends_the_run_and_keeps_the_files(tmp_path):
         SaveCheckpoints(tmp_path, "1ba", remote=remote)._upload(remote, path, is_sharded=False)
     assert caught.value.is_agreed
     assert path.exists()
+
+
+def test_a_state_that_could_not_be_loaded_ends_the_run_at_its_first_checkpoint(tmp_path):
+    time = SimpleNamespace(batch=SimpleNamespace(value=2), epoch=SimpleNamespace(value=0))
+    callbacks = {"Fine": {"a": torch.ones(2), "b": [(1, "x"), None]}, "Mine": {"begun": [datetime.now()]}}
+    state: Any = SimpleNamespace(
+        timestamp=time, fsdp_sharded_state_dict_enabled=False, state_dict=lambda: {"callbacks": callbacks}
+    )
+    saver, logger = SaveCheckpoints(tmp_path, "1ba"), Mock()
+    saver._group = "none"
+    with pytest.raises(ConfigurationError, match=r"the state of Mine .*datetime"):
+        saver.save(state, logger)
+    assert list(tmp_path.iterdir()) == []

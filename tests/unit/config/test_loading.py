@@ -287,6 +287,8 @@ def test_interpolations_fit_the_type_of_their_key(tmp_path: Path, monkeypatch: p
     config = load(Config, path, ["group=${data.num_workers}", "optimizer.lr=${oc.env:WORKERS}"])
     assert (config.run_name, config.seed, config.data.num_workers) == ("3", 3, 3)
     assert (config.group, config.optimizer.lr) == ("3", 3.0)
+    monkeypatch.setenv("WORKERS", "`x")
+    assert "optimizer.lr is" in failure(path, "seed=1", "data.num_workers=1", "optimizer.lr=${oc.env:WORKERS}")
 
 
 def test_products_of_other_keys(write):

@@ -2,11 +2,14 @@
 
 import pytest
 
+from diffusion.config.checks import check
+from diffusion.config.fields import check_sections
 from diffusion.config.loading import load, to_public_yaml
 from diffusion.config.schema import Config
 from diffusion.config.secrets import is_secret_name, redact, redact_arguments
 from diffusion.config.training import Plugin
-from diffusion.errors import ConfigurationError
+from diffusion.datasets.streams import StreamLocation, find_marked
+from diffusion.errors import ConfigurationError, DataError
 
 
 @pytest.mark.parametrize("name", ["api_key", "apiKey", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "password", "x-api-key"])
@@ -40,6 +43,24 @@ def test_secrets_are_hidden_by_name_by_shape_in_addresses_and_by_value(monkeypat
         "token": None,
         "lr": 1e-4,
     }
+
+
+def test_what_follows_an_at_sign_in_a_password_is_hidden_and_paths_stay() -> None:
+    assert redact("sftp://me:p@ssw0rd@host/x and s3://bucket/a@b") == "sftp://***@host/x and s3://bucket/a@b"
+
+
+def test_messages_hide_passwords_in_addresses() -> None:
+    root = "sftp://me:pl@nted@host/d"
+    config = Config(run_name="a", output_folder=root)
+    config.data.local = root
+    with pytest.raises(ConfigurationError) as of_sections:
+        check_sections(config)
+    with pytest.raises(ConfigurationError, match="output_folder") as of_relations:
+        check(config, world_size=1)
+    files = {(None, f"{root}/withdrawn.json"): []}
+    with pytest.raises(DataError, match="withdrawn") as of_data:
+        find_marked(StreamLocation(name="a", remote=f"{root}/train/a", local="/x", files=files))
+    assert not any("nted" in str(caught.value) for caught in (of_sections, of_relations, of_data))
 
 
 def test_secrets_are_hidden_in_a_command_line() -> None:

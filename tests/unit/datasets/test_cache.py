@@ -169,6 +169,18 @@ def test_a_failure_of_a_file_system_that_lasts_ends_the_run(tmp_path: Path, monk
         shards.read(3)
 
 
+def test_a_failure_of_a_file_system_in_a_worker_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    loader = open_loader(write_encoded(tmp_path, {"a": 8}), num_workers=1)
+
+    def fail(*_: Any) -> bytes:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(MachineError, match=rf"^{tmp_path}\S+ cannot be read: .*\Z"):
+        read(loader)
+
+
 def test_a_compressed_original_is_unpacked_and_kept(tmp_path: Path) -> None:
     root = write_compressed(tmp_path)
     assert len(read(open_loader(root))) == 1

@@ -1,16 +1,29 @@
 """Averages of any width from files, against the same average tracked directly, on a trajectory of weights."""
 
+import os
 import runpy
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.ema.averaging import PowerFunction, WeightAverage
-from diffusion.ema.posthoc import AverageRecord, list_averages, read_combination, reconstruct, write_average
+from diffusion.ema.callbacks import AverageSnapshots
+from diffusion.ema.posthoc import (
+    AverageRecord,
+    fetch_averages,
+    list_averages,
+    read_combination,
+    reconstruct,
+    write_average,
+)
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.formats.run_folder import AVERAGES
 
@@ -122,3 +135,26 @@ def test_equal_averages_give_equal_bytes(tmp_path):
     found = dict(read_combination(paths, [0.75, 0.25]))
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_start_removes_the_averages_of_later_steps(tmp_path):
+    for run, step in [(tmp_path, 100), (tmp_path, 300), (tmp_path / "store", 100), (tmp_path / "store", 300)]:
+        write_average(run / AVERAGES, AverageRecord(label="width-0.1", step=step, time=step), {"w": torch.ones(2)})
+    ema: Any = None
+    remote = RemoteCheckpoints(str(tmp_path / "store"), timeout=1.0)
+    snapshots = AverageSnapshots(ema, tmp_path / AVERAGES, interval="100ba", dtype=torch.float32, remote=remote)
+    state: Any = SimpleNamespace(timestamp=SimpleNamespace(batch=SimpleNamespace(value=200)))
+    logger: Any = None
+    snapshots.fit_start(state, logger)
+    for run in (tmp_path, tmp_path / "store"):
+        assert [record.step for _, record in list_averages(run)] == [100]
+
+
+def test_averages_that_the_store_has_anew_are_fetched_again(tmp_path):
+    store, record = tmp_path / "store", AverageRecord(label="width-0.1", step=100, time=100)
+    for number in range(2):
+        path = write_average(store / AVERAGES, record, {"w": torch.full((2,), float(number))})
+        later = time.time() + 100 * number
+        os.utime(path, (later, later))
+        fetch_averages(str(store), tmp_path / "run")
+    assert (tmp_path / "run" / AVERAGES / path.name).read_bytes() == path.read_bytes()

@@ -13,7 +13,7 @@ from diffusion.config.data import Representation, StreamConfig, ValidationConfig
 from diffusion.config.loading import load_config
 from diffusion.datasets.dataset import TrainingDataset
 from diffusion.datasets.loader import train_loader
-from diffusion.datasets.streams import locate_streams
+from diffusion.datasets.streams import check_separate_caches, locate_streams, located_streams
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.operations.checks.data import (
     CacheDemand,
@@ -23,6 +23,7 @@ from diffusion.operations.checks.data import (
     check_caches,
     check_data,
     check_files,
+    check_streams,
     find_cache_demand,
     refresh_indexes,
 )
@@ -34,6 +35,7 @@ from tests.tools.written_data import (
     PREPARED,
     data_config,
     prepared_sample,
+    tokenize,
     write_encoded,
     write_mds,
     write_prepared,
@@ -122,6 +124,28 @@ def test_a_cache_whose_index_is_that_of_the_data_set_is_not_written(tmp_path):
     before = (cache / "a" / "index.json").stat().st_ino
     refresh_indexes(toy_config(tmp_path, *streams))
     assert (cache / "a" / "index.json").stat().st_ino == before
+
+
+def test_an_original_is_no_cache(tmp_path):
+    root, mine = (write_prepared(tmp_path / name, {"a": size}) for name, size in (("one", 8), ("mine", 16)))
+    before = {path: path.read_bytes() for path in (mine / "a").iterdir()}
+    streams = ["data.streams=[{name: a}]", f"data.remote={root}", f"data.local={mine}"]
+    verdicts = list(check_data(toy_config(tmp_path, *streams, "data.representation=images"), deep=False))
+    assert [one.level for one in verdicts] == [Level.problem]
+    with pytest.raises(ConfigurationError, match=str(mine.parent)):
+        train_loader(data_config(mine, "a", remote=str(root)), seed=3, tokenize=tokenize)
+    assert {path: path.read_bytes() for path in (mine / "a").iterdir()} == before
+    (location,) = locate_streams(f"file://{root}", str(root), [StreamConfig(name="a")])
+    assert location.remote is None
+
+
+def test_streams_of_two_sources_have_two_caches(tmp_path):
+    config = toy_config(tmp_path, "data.streams=[{name: a}]", "data.remote=s3://b/train", "data.local=/c")
+    config.validation = ValidationConfig(remote="s3://b/validation", local="/c")
+    with pytest.raises(ConfigurationError, match=r"s3://b/train/a .*s3://b/validation/a"):
+        check_streams(config, {})
+    config.validation = ValidationConfig(remote="s3://b/train", local="/c")
+    check_separate_caches(location for _, location in located_streams(config))
 
 
 @pytest.mark.parametrize(("limit", "level"), [("100gb", Level.ok), ("11gb", Level.warning), ("8gb", Level.problem)])
