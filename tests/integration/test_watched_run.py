@@ -11,6 +11,7 @@ import torch
 from diffusion import storage
 from diffusion.errors import DataError, MachineError
 from diffusion.evaluation.config import EvaluationConfig, ProtocolConfig
+from diffusion.evaluation.protocol import Result
 from diffusion.evaluation.watch import (
     LEASES,
     LEDGER,
@@ -149,6 +150,7 @@ def test_a_watcher_with_other_weights_evaluates_the_checkpoints_again(watched):
         return run
 
     raw = watcher("raw")
+    Result(name="ep0-ba2-raw", path=watched.uri, step=2, weights="raw").write(watched.folder)
     raw.record("ep0-ba2.pt", None, None)
     assert (watcher("raw").pending, watcher("raw", watch_only=True).pending) == (["ep0-ba4.pt"], ["ep0-ba4.pt"])
     both = watcher("raw", "ema")
