@@ -3,7 +3,7 @@
 import copy
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,6 @@ from diffusion.evaluation.protocol import (
     Result,
     check_one_protocol,
     content_hash,
-    difference,
     read_results,
     table,
 )
@@ -139,7 +138,7 @@ class Evaluation:
                 self._evaluate_images(model, generator, scale)
         if self.config.protocol.validation_loss:
             result = _empty_result(model, generator, None)
-            if not self._is_done(result, {VALIDATION_LOSS: None}):
+            if not self._is_done(result, [VALIDATION_LOSS]):
                 result.numbers |= validation_losses(model, generator)
                 self._write(result)
 
@@ -181,9 +180,9 @@ class Evaluation:
         expected = self.metrics.protocols(records["prompts"], self.prompts) if "prompts" in records else {}
         for name, suite in self.suites.items():
             expected |= suite.protocols(records[name])
+        self._check_protocols(result, expected)
         folder = self.folder / IMAGES / result.file_name.removesuffix(".json")
         if not self._is_done(result, expected):
-            self._check_protocols(result, expected)
             for kind, task in tasks.items():
                 label = f"{model.name} cfg {scale:g} {kind}"
                 files = generate_images(generator, task, folder / kind, label, replaces=self.replaces)
@@ -214,11 +213,9 @@ class Evaluation:
             )
         return tasks
 
-    def _is_done(self, result: Result, expected: Mapping[str, Protocol | None]) -> bool:
+    def _is_done(self, result: Result, expected: Iterable[str]) -> bool:
         """Check that the file of a result has all expected numbers; on the first rank the result gets those that it
         has.
-
-        The protocol of a number is compared unless it is None.
         """
 
         def check() -> bool:
@@ -230,14 +227,8 @@ class Evaluation:
                 if self.replaces and found.path == result.path:
                     return False
                 raise ConfigurationError(f"{path} is of other weights of that name: choose another output_folder")
-            for name, protocol in expected.items():
-                number = found.numbers.get(name)
-                if number and protocol and (differing := difference(number.protocol, protocol)):
-                    raise ConfigurationError(
-                        f"{path} has {name} of another protocol ({'; '.join(differing)}): choose another output_folder"
-                    )
             result.numbers |= found.numbers
-            return expected.keys() <= found.numbers.keys()
+            return set(expected) <= found.numbers.keys()
 
         return on_first_rank(check)
 
