@@ -251,7 +251,7 @@ def _relation(first: Detection, second: Detection) -> str:
 
 def shapes() -> CheckSuite:
     """Checks of the demo and their oracle, as `protocol.compositional.suite` takes them."""
-    return CheckSuite(checks=shape_checks(), colours=tuple(COLOURS), detector=ShapesOracle())
+    return CheckSuite(checks=shape_checks(), colours=tuple(COLOURS), detector=ShapesOracle(), any_object=True)
 
 
 def shape_checks() -> list[Check]:

@@ -236,8 +236,8 @@ class Chat:
         if silent > patience or (error.pause or 0.0) > patience:
             wait = f" and asks to wait for {error.pause:.0f} s" if error.pause else ""
             raise UnavailableError(
-                f"{self._url} has answered nothing for {silent:.0f} s{wait} ({error}); what was answered is kept: run "
-                "the command again when the server is there, with fewer requests at a time if it is busy"
+                f"{self._url} has answered nothing for {silent:.0f} s{wait} ({error}): run the command again when "
+                "the server is there, with fewer requests at a time if it is busy"
             )
 
     def _request(self, method: str, path: str, body: Any, seconds: float) -> Any:

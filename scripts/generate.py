@@ -3,6 +3,7 @@
 import argparse
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -74,17 +75,17 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
     return texts
 
 
-def rewritten(arguments: argparse.Namespace, prompts: list[str]) -> list[str]:
-    """Prompts by the server of --rewrite, or as they are without it."""
+def open_rewriter(arguments: argparse.Namespace) -> Callable[[list[str]], list[str]]:
+    """Open the server of --rewrite, which rewrites prompts; without it they stay as they are."""
     if arguments.rewrite is None:
         for name in ("model", "key", "instructions"):
             if getattr(arguments, f"rewrite_{name}") is not None:
                 raise ConfigurationError(f"--rewrite-{name} needs --rewrite URL, the server")
-        return prompts
+        return list
     if arguments.rewrite_model is None:
         raise ConfigurationError("--rewrite needs --rewrite-model NAME, the model of the server")
     from diffusion.chat import ServerConfig
-    from diffusion.evaluation.rewriting import INSTRUCTIONS, rewrite_prompts
+    from diffusion.evaluation.rewriting import INSTRUCTIONS, Rewriter
 
     instructions = INSTRUCTIONS
     if arguments.rewrite_instructions is not None:
@@ -94,7 +95,7 @@ def rewritten(arguments: argparse.Namespace, prompts: list[str]) -> list[str]:
             raise ConfigurationError(f"--rewrite-instructions: {error}") from error
     server = ServerConfig(url=arguments.rewrite, key_variable=arguments.rewrite_key)
     with error_context("--rewrite"):
-        return rewrite_prompts(prompts, server, arguments.rewrite_model, instructions)
+        return Rewriter(server, arguments.rewrite_model, instructions)
 
 
 def read_seeds(arguments: argparse.Namespace, num_images: int) -> list[int]:
@@ -123,13 +124,16 @@ def main() -> None:
     from diffusion.formats.marks import c2pa_signer, save_marked
 
     sign = c2pa_signer(*arguments.c2pa) if arguments.c2pa else None
-    texts = rewritten(arguments, prompts)
+    rewrite = open_rewriter(arguments)
 
-    from diffusion.evaluation.prompts import GRID, LISTING, write_listing
+    from diffusion.evaluation.images import GRID, LISTING
+    from diffusion.evaluation.prompts import write_listing
     from diffusion.loading import load_model
     from diffusion.models.sampling import image_grid
 
     model = load_model(arguments.checkpoint, weights=arguments.weights, paths=frozen_paths(arguments))
+    with error_context("--rewrite"):
+        texts = rewrite(prompts)  # After the mistakes that loading finds: the server may ask for money.
     mark = model.mark
     model.to(device)
     rows, first_images = [], []

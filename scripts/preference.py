@@ -1,12 +1,14 @@
 """Run a blind preference study: python scripts/preference.py serve A=FOLDER B=FOLDER --prompts FILE --votes FILE."""
 
 import argparse
+import signal
 import socket
 import sys
 from pathlib import Path
 from urllib.parse import urlencode, urlsplit
 
-from diffusion.errors import ConfigurationError, MachineError
+from diffusion.errors import ConfigurationError, MachineError, explained_writes
+from diffusion.files import write_atomically
 from diffusion.launch import LOOPBACK, CommandParser, output_file, positive, run_command
 
 
@@ -90,12 +92,19 @@ def serve(arguments: argparse.Namespace) -> None:
     if not arguments.raters:
         print(f"link for raters: {url}/")
     print(f"listening on {address}/", flush=True)
-    server.run()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # The server returns.
+    try:
+        server.run()
+    finally:
+        store.close()
 
 
 def check_public_url(url: str | None) -> None:
     """Reject an address with another scheme, without a host, or with a path."""
-    parts = urlsplit(url or "https://none")
+    try:
+        parts = urlsplit(url or "https://none")
+    except ValueError:  # An open bracket.
+        parts = urlsplit("")
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
         raise ConfigurationError(
             f"--public-url {url}: give a scheme and a host without a path, as https://study.example"
@@ -120,7 +129,8 @@ def report(arguments: argparse.Namespace) -> None:
 
     store = Store(arguments.votes)
     result = make_report(store.votes(), store.models, max_failed=arguments.max_failed, seed=arguments.seed)
-    write_report(result, arguments.out)
+    with explained_writes(f"--out {arguments.out}", "Choose another folder"):
+        write_report(result, arguments.out)
     print(f"{result.num_votes} votes of {result.num_raters} raters: {arguments.out / 'index.html'}")
 
 
@@ -134,7 +144,8 @@ def export(arguments: argparse.Namespace) -> None:
     if arguments.out is None:
         sys.stdout.write(text)
     else:
-        arguments.out.write_text(text, encoding="utf-8", newline="")
+        with explained_writes(f"--out {arguments.out}"):
+            write_atomically(arguments.out, text)
 
 
 def main() -> None:

@@ -64,9 +64,11 @@ def collect(folders: Mapping[str, Path], prompts_file: Path) -> ImageSet:
     if len(folders) < 2:
         raise ConfigurationError("a comparison takes two models or more: A=FOLDER B=FOLDER")
     prompts: dict[str, Prompt] = {}
-    for prompt in read_prompts(prompts_file):
+    listed = read_prompts(prompts_file)
+    for prompt in listed:
         prompts.setdefault(prompt.text, prompt)
-    found = {name: _images_by_prompt(folder, list(prompts)) for name, folder in folders.items()}
+    texts = [prompt.text for prompt in listed]
+    found = {name: _images_by_prompt(folder, texts) for name, folder in folders.items()}
     for name, folder in folders.items():
         _check_paths(folder, itertools.chain.from_iterable(found[name].values()))
     first = next(iter(folders))
@@ -88,8 +90,8 @@ def collect(folders: Mapping[str, Path], prompts_file: Path) -> ImageSet:
 
 
 def _images_by_prompt(folder: Path, texts: Sequence[str]) -> dict[str, list[Path]]:
+    found: dict[str, list[Path]] = {}
     if (listed := read_listing(folder)) is not None:
-        found: dict[str, list[Path]] = {}
         for image in listed:
             found.setdefault(image.prompt, []).append(image.path)
         return found
@@ -102,7 +104,9 @@ def _images_by_prompt(folder: Path, texts: Sequence[str]) -> dict[str, list[Path
             f"{folder}: {len(images)} images without metadata.jsonl are no multiple of {len(texts)} prompts; give the "
             "same number for each, in the order of the prompts, or a folder that scripts/generate.py has written"
         )
-    return {text: images[i * per_prompt : (i + 1) * per_prompt] for i, text in enumerate(texts)}
+    for i, text in enumerate(texts):  # A text may be there twice.
+        found.setdefault(text, []).extend(images[i * per_prompt : (i + 1) * per_prompt])
+    return found
 
 
 def _check_paths(folder: Path, images: Iterable[Path]) -> None:

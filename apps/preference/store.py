@@ -21,7 +21,7 @@ from pathlib import Path
 import pandas as pd
 
 from apps.preference.images import BLANK, NOISE, ImageSet
-from diffusion.errors import ConfigurationError, DataError
+from diffusion.errors import ConfigurationError, DataError, explained_writes
 from diffusion.files import atomic_path, hash_file, unique_partial
 
 _FORMAT = 1
@@ -132,14 +132,22 @@ class Store:
         """Begin a study, or continue the one in the file.
 
         Raises:
-            ConfigurationError: the file has another study: models, prompts, or settings differ.
+            ConfigurationError: the file has another study: models, prompts, or settings differ; or it was deleted.
             DataError: an image has changed since the study began.
+            MachineError: the file cannot be written.
         """
         checksums = [[hash_file(image, "xxh3_128") for image in item.images] for item in images.items]
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_path(path, partial=unique_partial(path)) as partial:
-                _create(partial, images, settings, checksums)
+            log = path.with_name(f"{path.name}-wal")
+            if log.exists():  # SQLite would put its votes into the new study.
+                raise ConfigurationError(
+                    f"{log} has votes of a deleted study: remove it and {path.name}-shm, or restore {path.name}"
+                )
+            with explained_writes(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with atomic_path(path, partial=unique_partial(path)) as partial:
+                    partial.touch()  # SQLite's error has no reason.
+                    _create(partial, images, settings, checksums)
         store = cls(path)
         store._check_same_study(images, settings, checksums)
         return store
@@ -178,8 +186,9 @@ class Store:
         return secret
 
     def close(self) -> None:
-        """Close the file."""
-        self._connection.close()
+        """Close the file; the last process that does so moves the votes from the write-ahead log into it."""
+        with self._lock:
+            self._connection.close()
 
     @property
     def num_presentations(self) -> int:

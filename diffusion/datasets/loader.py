@@ -3,6 +3,7 @@
 Shape letters: R ranks, B samples of a batch on one rank.
 """
 
+import hashlib
 import logging
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -152,6 +153,15 @@ class ValidationDataset(Dataset):
     def stream_names_with_samples(self) -> list[str]:
         """Names of the streams by their number; empty for one of which nothing is taken."""
         return [name if part else "" for name, part in zip(self.stream_names, self.parts, strict=True)]
+
+    def identity(self) -> str:
+        """Hash of the sizes and hashes of the shards in the indices, and of what was removed."""
+        streams = zip(self.samples.streams, self.samples.substitutes, strict=True)
+        content = [
+            ([(shard.raw.entry, shard.num_samples) for shard in stream.index.shards], substitutes.absent)
+            for stream, substitutes in streams
+        ]
+        return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
     def addresses(self) -> NDArray[np.int64]:
         """Addresses of all samples."""

@@ -1,8 +1,9 @@
 """An evaluation, as `evaluate.py` runs it: load models, generate images, compute numbers, write results and table."""
 
 import copy
+import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,11 +41,11 @@ from diffusion.evaluation.prompts import ListedImage, Prompt, open_images, read_
 from diffusion.evaluation.protocol import (
     RESULTS,
     VALIDATION_LOSS,
+    Number,
     Protocol,
     Result,
     check_one_protocol,
     content_hash,
-    difference,
     read_results,
     table,
 )
@@ -137,7 +138,7 @@ class Evaluation:
                 self._evaluate_images(model, generator, scale)
         if self.config.protocol.validation_loss:
             result = _empty_result(model, generator, None)
-            if not self._is_done(result, {VALIDATION_LOSS: None}):
+            if not self._is_done(result, [VALIDATION_LOSS]):
                 result.numbers |= validation_losses(model, generator)
                 self._write(result)
 
@@ -150,18 +151,25 @@ class Evaluation:
         """
         result = Result(name=folder.resolve().name, path=str(folder.resolve()))
 
-        def check() -> None:
+        def find_others() -> None:
+            states = [(image.path.name, image.path.stat()) for image in images]
+            result.identity = content_hash([(name, state.st_size, state.st_mtime_ns) for name, state in states])
             path = self.folder / RESULTS / result.file_name
-            if path.is_file() and Path(Result.read(path).path).resolve() != folder.resolve():
-                raise ConfigurationError(f"{path} is of another folder of that name: choose another output_folder")
+            if path.is_file():
+                found = Result.read(path)
+                if Path(found.path).resolve() != folder.resolve():
+                    raise ConfigurationError(f"{path} is of another folder of that name: choose another output_folder")
+                if found.identity == result.identity:
+                    result.numbers = found.numbers
 
-        on_first_rank(check)
+        on_first_rank(find_others)
         record: dict[str, Any] = {"num": len(images), "given": True}
         prompts = None
         if any(image.prompt for image in images):
             prompts = [Prompt(text=image.prompt, category=image.category) for image in images]
             record["prompts"] = content_hash([prompt.text for prompt in prompts])
-        result.numbers = self.metrics.compute(image_files([image.path for image in images]), prompts, record)
+        self._check_protocols(result, self.metrics.protocols(record, prompts or ()))
+        result.numbers |= self.metrics.compute(image_files([image.path for image in images]), prompts, record)
         self._write(result)
 
     def _evaluate_images(self, model: EvaluatedModel, generator: Generator, scale: float) -> None:
@@ -172,20 +180,20 @@ class Evaluation:
         expected = self.metrics.protocols(records["prompts"], self.prompts) if "prompts" in records else {}
         for name, suite in self.suites.items():
             expected |= suite.protocols(records[name])
-        if self._is_done(result, expected):
-            return
+        self._check_protocols(result, expected)
         folder = self.folder / IMAGES / result.file_name.removesuffix(".json")
-        for kind, task in tasks.items():
-            label = f"{model.name} cfg {scale:g} {kind}"
-            files = generate_images(generator, task, folder / kind, label, replaces=self.replaces)
-            if kind in self.suites:
-                judgements = folder / kind / JUDGEMENTS
-                result.numbers |= self.suites[kind].evaluate(files, records[kind], judgements)
-            else:
-                prompts = [self.prompts[task.prompt_of(image)] for image in range(task.num_images)]
-                result.numbers |= self.metrics.compute(image_files(files), prompts, records[kind])
-        self._write(result)
-        if not self.config.keep_images and is_first_rank():
+        if not self._is_done(result, expected):
+            for kind, task in tasks.items():
+                label = f"{model.name} cfg {scale:g} {kind}"
+                files = generate_images(generator, task, folder / kind, label, replaces=self.replaces)
+                if kind in self.suites:
+                    judgements = folder / kind / JUDGEMENTS
+                    result.numbers |= self.suites[kind].evaluate(files, records[kind], judgements)
+                else:
+                    prompts = [self.prompts[task.prompt_of(image)] for image in range(task.num_images)]
+                    result.numbers |= self.metrics.compute(image_files(files), prompts, records[kind])
+            self._write(result)
+        if not self.config.keep_images and is_first_rank() and folder.is_dir():
             shutil.rmtree(folder)
 
     def _tasks(self, scale: float) -> dict[str, GenerationTask]:
@@ -205,11 +213,9 @@ class Evaluation:
             )
         return tasks
 
-    def _is_done(self, result: Result, expected: Mapping[str, Protocol | None]) -> bool:
+    def _is_done(self, result: Result, expected: Iterable[str]) -> bool:
         """Check that the file of a result has all expected numbers; on the first rank the result gets those that it
         has.
-
-        The protocol of a number is compared unless it is None.
         """
 
         def check() -> bool:
@@ -221,23 +227,24 @@ class Evaluation:
                 if self.replaces and found.path == result.path:
                     return False
                 raise ConfigurationError(f"{path} is of other weights of that name: choose another output_folder")
-            for name, protocol in expected.items():
-                number = found.numbers.get(name)
-                if number and protocol and (differing := difference(number.protocol, protocol)):
-                    raise ConfigurationError(
-                        f"{path} has {name} of another protocol ({'; '.join(differing)}): choose another output_folder"
-                    )
             result.numbers |= found.numbers
-            return expected.keys() <= found.numbers.keys()
+            return set(expected) <= found.numbers.keys()
 
         return on_first_rank(check)
+
+    def _check_protocols(self, result: Result, expected: Mapping[str, Protocol]) -> None:
+        """Compare the protocols of a result to come with those of the output folder."""
+        numbers = {name: Number(value=math.nan, protocol=protocol) for name, protocol in expected.items()}
+        on_first_rank(lambda: check_one_protocol([*self._results(), replace(result, numbers=numbers)]))
+
+    def _results(self) -> list[Result]:
+        return read_results([self.folder]) if any((self.folder / RESULTS).glob("*.json")) else []
 
     def _write(self, result: Result) -> None:
         """Write a result and the table of all results."""
 
         def write() -> None:
-            existing = read_results([self.folder]) if (self.folder / RESULTS).is_dir() else []
-            check_one_protocol([*existing, result])
+            check_one_protocol([*self._results(), result])
             result.write(self.folder)
             write_table(self.folder)
 

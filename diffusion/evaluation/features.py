@@ -21,6 +21,7 @@ from diffusion.distributed import is_first_rank, map_on_ranks
 from diffusion.errors import ConfigurationError, error_context, first_line
 from diffusion.evaluation.config import EvaluationConfig, Metric, NetworksConfig, ResizeFilter
 from diffusion.evaluation.images import Images
+from diffusion.evaluation.protocol import content_hash
 from diffusion.evaluation.statistics import Array
 from diffusion.models.architectures import with_seed
 from diffusion.models.model_folders import load_pretrained
@@ -39,7 +40,7 @@ class FeatureNetwork(Protocol):
     """Name without spaces, for files and tables."""
 
     identity: str
-    """Hash of the weights."""
+    """Hash of the weights, and of what else the features depend on besides the size."""
 
     size: int
     """Side S of the input."""
@@ -119,6 +120,7 @@ class Clip(nn.Module):
 
     def __init__(self, source: str, key: str, *, local_files_only: bool) -> None:
         from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
+        from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
         super().__init__()
         options: dict[str, Any] = {
@@ -133,6 +135,9 @@ class Clip(nn.Module):
         freeze(self._model)
         self.name = f"clip-{Path(source).name}"
         self.identity = module_identity(self._model)
+        scaling = [list(processor.image_mean), list(processor.image_std)]
+        if scaling != [OPENAI_CLIP_MEAN, OPENAI_CLIP_STD]:
+            self.identity += f" {content_hash(scaling)}"
         self.size: int = self._model.config.vision_config.image_size
         self._mean = nn.Buffer(torch.tensor(processor.image_mean)[:, None, None])
         self._std = nn.Buffer(torch.tensor(processor.image_std)[:, None, None])

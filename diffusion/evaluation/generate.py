@@ -363,16 +363,15 @@ def generate_images(
 def _open_folder(folder: Path, record: dict[str, Any], replaces: bool) -> None:
     """Create the folder, or check that it is of this task."""
     found = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else None
-    if found is not None and replaces and found["model"] != record["model"]:
-        with explained_writes(folder):
-            shutil.rmtree(folder)
-    elif found is not None:
+    if found is not None and not (replaces and found["model"] != record["model"]):
         if differing := difference(found, record):
             listed = "; ".join(differing)
             raise ConfigurationError(f"{folder} has images of another task ({listed}): choose another output_folder")
         return
     with explained_writes(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        if folder.is_dir():  # Without a record its images are what a killed removal left.
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
         write_listing(folder, [])
         write_json(folder / GENERATION, record)
 

@@ -21,6 +21,15 @@ from diffusion.evaluation.protocol import text_hash
 from diffusion.files import hash_file
 from diffusion.formats.shards import INDEX, SampleDecoder, Shard, ShardFiles, read_shard, read_shards
 
+LISTING = "metadata.jsonl"
+"""Lines of `file_name`, `prompt` and further metadata of an image; empty until all images are generated."""
+
+UNFINISHED = "{} is empty: the images are being generated, or were interrupted. Generate them again"
+"""Message about a listing."""
+
+GRID = "grid.png"
+"""Grid of the images of a folder, which is none of them."""
+
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 
 
@@ -68,8 +77,12 @@ def by_hash(names: Iterable[str], num: int) -> list[int]:
 
 
 def list_images(folder: Path) -> list[Path]:
-    """Image files below a folder, sorted by path."""
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+    """Image files below a folder without grids, sorted by path; a DataError if they are not all generated."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in files:
+        if path.name == LISTING and not path.stat().st_size:
+            raise DataError(UNFINISHED.format(path))
+    return [path for path in files if path.suffix.lower() in SUFFIXES and path.name != GRID]
 
 
 class PreparedSamples:

@@ -1,6 +1,7 @@
 """Metrics of a set of images: FID, KID, CLIP-FID, CMMD, CLIP score and HPSv3, each with its protocol."""
 
 import logging
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +11,13 @@ import numpy as np
 import torch
 
 from diffusion.distributed import agree, broadcast, is_first_rank, map_on_ranks
-from diffusion.errors import ConfigurationError, DataError
+from diffusion.errors import ConfigurationError, DataError, explained_writes
 from diffusion.evaluation.config import OF_PROMPTS, OF_REFERENCE, EvaluationConfig, Metric
 from diffusion.evaluation.features import Clip, FeatureNetwork, extract_features, load_networks
 from diffusion.evaluation.hpsv3 import NUM_PIXELS, RewardModel
 from diffusion.evaluation.images import Images, open_reference
 from diffusion.evaluation.prompts import Prompt, categories
-from diffusion.evaluation.protocol import VERSION, Number, Protocol, protocol_hash
+from diffusion.evaluation.protocol import VERSION, Number, Protocol, content_hash, protocol_hash
 from diffusion.evaluation.statistics import CMMD_SIGMA, Array, clip_scores, cmmd, frechet_distance, kernel_distance
 from diffusion.files import atomic_path, unique_partial
 
@@ -57,6 +58,7 @@ class Metrics:
     Raises:
         ConfigurationError: the reference set or a network is missing.
         DataError: the reference set is damaged.
+        MachineError: the folder cannot be made.
     """
 
     config: EvaluationConfig
@@ -67,6 +69,8 @@ class Metrics:
         protocol = self.config.protocol
         if any(metric in OF_REFERENCE for metric in protocol.metrics):
             assert protocol.reference is not None
+            with explained_writes(self.cache):
+                self.cache.mkdir(parents=True, exist_ok=True)
             self.reference, identity = open_reference(protocol.reference)
             size = protocol.reference.size
             self.reference_record = {"content": identity, "num": len(self.reference), "scaled_square": size}
@@ -87,10 +91,11 @@ class Metrics:
         """Protocol of each number, of images with a record, whose prompts are for the metrics of prompts."""
         found = {}
         for metric in self.config.protocol.metrics:
-            name = self.name(metric)
-            by_category = categories(prompts) if metric in OF_PROMPTS else []
-            names = [name, *(f"{name}/{category}" for category in by_category)]
-            found |= dict.fromkeys(names, self._protocol(metric, images))
+            name, protocol = self.name(metric), self._protocol(metric, images)
+            found[name] = protocol
+            for category in categories(prompts) if metric in OF_PROMPTS else []:
+                texts = dict.fromkeys(prompt.text for prompt in prompts if prompt.category == category)
+                found[f"{name}/{category}"] = protocol | {"category": content_hash(list(texts))}
         return found
 
     def _protocol(self, metric: Metric, images: Mapping[str, Any]) -> Protocol:
@@ -168,15 +173,20 @@ class Metrics:
 
     def _reference_features(self, network: FeatureNetwork) -> Array | None:
         """Features of the reference set, cached in a file; on the first rank."""
-        record = {"reference": self.reference_record, "network": network.identity, "resize": self._resize(network)}
+        record = {
+            "reference": self.reference_record,
+            "network": network.identity,
+            "size": network.size,
+            "resize": self._resize(network),
+        }
         path = self.cache / f"{network.name}-{protocol_hash(record)}-all.npz"
         if broadcast(path.is_file()):
             return agree(lambda: _load(path) if is_first_rank() else None)
         features = extract_features(network, self.reference, self.config, self.device, f"reference {network.name}")
         if features is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
             # Another watcher may compute the same.
-            with atomic_path(path, partial=unique_partial(path)) as partial, partial.open("wb") as file:
+            partial = unique_partial(path)
+            with explained_writes(path), atomic_path(path, partial=partial), partial.open("wb") as file:
                 np.savez(file, features=features)
         return features
 
@@ -193,5 +203,5 @@ def _load(path: Path) -> Array:
     try:
         with np.load(path, allow_pickle=False) as content:
             return content["features"]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile) as error:
         raise DataError(f"{path} is damaged ({error}): remove it") from error

@@ -161,16 +161,21 @@ class CheckSuite:
     detector: Detector | None = None
     """Detector without `protocol.compositional.detector`."""
 
+    any_object: bool = False
+    """An object passes whatever the others of its class are; otherwise, as in GenEval, the most confident ones must."""
 
-def is_shown(check: Check, found: Sequence[Detection]) -> bool:
-    """Return whether detected objects pass a check."""
+
+def is_shown(check: Check, found: Sequence[Detection], *, any_object: bool = False) -> bool:
+    """Return whether detected objects, by descending confidence, pass a check (`CheckSuite.any_object`)."""
     taken: list[list[Detection]] = []
     for wanted in check.include:
         same = [one for one in found if one.label == wanted.label]
+        same = same if any_object else same[: wanted.count]
         fitting = [one for one in same if wanted.colour is None or one.colour == wanted.colour]
         if wanted.relation is not None and wanted.target is not None:
             targets = taken[wanted.target]
-            fitting = [one for one in fitting if any(wanted.relation in relations(one, other) for other in targets)]
+            suffices = any if any_object else all
+            fitting = [one for one in fitting if suffices(wanted.relation in relations(one, to) for to in targets)]
         if len(fitting) < wanted.count:
             return False
         taken.append(fitting[: wanted.count])
@@ -179,13 +184,14 @@ def is_shown(check: Check, found: Sequence[Detection]) -> bool:
 
 def relations(first: Detection, second: Detection) -> set[str]:
     """Position of the first object relative to the second: one relation, or two on a diagonal (as in GenEval)."""
+    offset = first.x - second.x, first.y - second.y
     apart = (
-        _beyond(first.x - second.x, MIN_DISTANCE * (first.width + second.width)),
-        _beyond(first.y - second.y, MIN_DISTANCE * (first.height + second.height)),
+        _beyond(offset[0], MIN_DISTANCE * (first.width + second.width)),
+        _beyond(offset[1], MIN_DISTANCE * (first.height + second.height)),
     )
-    length = math.hypot(*apart)
-    if length < MIN_LENGTH:
+    if math.hypot(*apart) < MIN_LENGTH:
         return set()
+    length = math.hypot(*offset)
     right, down = apart[0] / length, apart[1] / length
     found = {"left of": right < -0.5, "right of": right > 0.5, "above": down < -0.5, "below": down > 0.5}
     return {relation for relation, is_so in found.items() if is_so}
@@ -224,6 +230,7 @@ class ObjectChecks(Suite[Check]):
     config: CompositionalConfig
     detector: Detector
     colours: Sequence[str]
+    any_object: bool
 
     @classmethod
     def open(cls, config: CompositionalConfig, device: torch.device) -> "ObjectChecks":
@@ -244,8 +251,14 @@ class ObjectChecks(Suite[Check]):
                 f"{key}={config.suite} needs a detector: give protocol.compositional.detector, a folder with an "
                 "OWL-ViT or OWLv2 model"
             )
-        num = config.images_per_prompt
-        return cls(items=suite.checks, images_per_prompt=num, config=config, detector=detector, colours=suite.colours)
+        return cls(
+            items=suite.checks,
+            images_per_prompt=config.images_per_prompt,
+            config=config,
+            detector=detector,
+            colours=suite.colours,
+            any_object=suite.any_object,
+        )
 
     def prompts(self) -> list[Prompt]:
         """Prompts of the checks."""
@@ -254,7 +267,8 @@ class ObjectChecks(Suite[Check]):
     def record(self) -> NumberProtocol:
         """Checks and detector."""
         return {
-            "estimator": "share of images that show what was asked for",
+            "estimator": "share of images that show what was asked for"
+            + ("" if self.any_object else ", by the rules of GenEval"),
             "suite": content_hash([asdict(check) for check in self.items]),
             "detector": self.detector.identity,
             "threshold": self.config.threshold if self.config.detector else None,
@@ -269,7 +283,7 @@ class ObjectChecks(Suite[Check]):
         """Return whether an image passes its check."""
         names = self.colours if any(one.colour for check in self.items for one in check.include) else []
         labels = list(dict.fromkeys(one.label for one in (*item.include, *item.exclude)))
-        return is_shown(item, self.detector.find(image, labels, names))
+        return is_shown(item, self.detector.find(image, labels, names), any_object=self.any_object)
 
     def values(self, judged: Sequence[tuple[Check, bool]]) -> dict[str, float]:
         """Shares of images that pass their checks, by category, and the mean of the categories (as in GenEval)."""

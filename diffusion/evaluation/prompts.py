@@ -9,19 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.evaluation.images import PreparedSamples, by_hash, list_images, smallest_hashes
+from diffusion.evaluation.images import LISTING, UNFINISHED, PreparedSamples, by_hash, list_images, smallest_hashes
 from diffusion.files import write_atomically
 
 PROMPT_COLUMNS = ("prompt", "prompts", "caption", "text")
 """Default names of the column of prompts, in lower case and in the order of preference."""
 
 CATEGORY_COLUMNS = ("category",)
-
-LISTING = "metadata.jsonl"
-"""Lines of `file_name`, `prompt` and further metadata of an image; empty until all images are generated."""
-
-GRID = "grid.png"
-"""Grid of the images of a folder, which is none of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +116,11 @@ def _prompts_of_rows(
     prompts = []
     for number, row in enumerate(rows, start=1):
         cells = [row.get(name) or "" for name in (text, category) if name is not None]
-        if not all(isinstance(cell, str) for cell in cells):
-            raise ConfigurationError(f"{path}: row {number} has no text as its prompt or category, but {cells!a}")
+        try:
+            "".join(cells).encode()
+        except (TypeError, UnicodeEncodeError) as error:  # No text, or half a surrogate pair.
+            reason = f"row {number} has no text as its prompt or category, but {cells!a}"
+            raise ConfigurationError(f"{path}: {reason}") from error
         prompts.append(Prompt(text=cells[0].strip(), category="".join(cells[1:]).strip()))
     return prompts
 
@@ -185,7 +182,7 @@ def read_listing(folder: Path) -> list[ListedImage] | None:
         raise DataError(f"{path} is not UTF-8: {error}") from error
     images = [_read_line(line, f"{path}, line {number}", folder) for number, line in lines if line.strip()]
     if not images:
-        raise DataError(f"{path} is empty: the images are being generated, or were interrupted. Generate them again")
+        raise DataError(UNFINISHED.format(path))
     return images
 
 
@@ -198,7 +195,7 @@ def open_images(folder: Path) -> list[ListedImage]:
     """
     listed = read_listing(folder)
     if listed is None:
-        listed = [ListedImage(path, "") for path in list_images(folder) if path.name != GRID]
+        listed = [ListedImage(path, "") for path in list_images(folder)]
     if not listed:
         raise ConfigurationError(f"{folder} has no images: give a folder as scripts/generate.py writes it")
     return listed
@@ -207,9 +204,10 @@ def open_images(folder: Path) -> list[ListedImage]:
 def _read_line(line: str, where: str, folder: Path) -> ListedImage:
     try:
         row = json.loads(line)
-        image = ListedImage(folder / row["file_name"], str(row["prompt"]).strip(), row.get("category", ""))
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{where} is not a JSON object with file_name and prompt: {error!r}") from error
+        image = ListedImage(folder / row["file_name"], row["prompt"].strip(), row.get("category") or "")
+        "".join(image[1:]).encode()  # Both are texts without half a surrogate pair.
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{where} is not a JSON object with texts as file_name and prompt: {error!r}") from error
     if not image.path.is_file():
         raise DataError(f"{where}: {image.path} is missing")
     return image

@@ -24,6 +24,9 @@ VERSION = 1
 VALIDATION_LOSS = "validation_loss"
 """Name of the loss on the validation data; those of streams and timesteps are `validation_loss/...`."""
 
+LATER_KEYS = ("data", "category")
+"""Keys that protocols of earlier versions lack; these are comparable with any value."""
+
 RESULTS = "results"
 """Folder of result files, in the output folder."""
 
@@ -53,6 +56,8 @@ def difference(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> 
     found = []
     for key in sorted({*a, *b}):
         one, other = a.get(key), b.get(key)
+        if key in LATER_KEYS and None in (one, other):
+            continue
         if isinstance(one, Mapping) and isinstance(other, Mapping):
             found += difference(one, other, f"{prefix}{key}.")
         elif one != other:
@@ -154,8 +159,10 @@ def check_one_protocol(results: Sequence[Result]) -> None:
             if differing := difference(protocol, number.protocol):
                 raise ConfigurationError(
                     f"{name} of {known.name} and of {result.name} have different protocols and are not comparable: "
-                    f"{'; '.join(differing)}. Evaluate both with one protocol"
+                    f"{'; '.join(differing)}. Evaluate both with one protocol, or choose another output_folder"
                 )
+            if len(number.protocol) > len(protocol):  # The first one lacks a later key.
+                first[name] = (result, number.protocol)
 
 
 def table(results: Sequence[Result]) -> str:

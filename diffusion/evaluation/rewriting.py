@@ -21,34 +21,46 @@ INSTRUCTIONS = (
 _MAX_TOKENS = 512
 
 
-def rewrite_prompts(prompts: Sequence[str], server: ServerConfig, model: str, instructions: str) -> list[str]:
-    """Rewrite prompts, each different one once; one without an answer stays as it is, with a warning.
+class Rewriter:
+    """Rewrites prompts by a model of a server.
 
     Raises:
         ConfigurationError: key, model or address is wrong.
-        UnavailableError: the server is not there, or answers no more.
+        UnavailableError: the server is not there.
     """
-    raise_all(ConfigurationError, list(section_problems(server, "server")))
-    chat = Chat(server, model)
-    chat.check()
 
-    def rewrite(prompt: str) -> str | None:
-        messages = [{"role": "system", "content": instructions}, {"role": "user", "content": prompt}]
+    def __init__(self, server: ServerConfig, model: str, instructions: str) -> None:
+        raise_all(ConfigurationError, list(section_problems(server, "server")))
+        self._server, self._instructions = server, instructions
+        self._chat = Chat(server, model)
+        self._chat.check()
+
+    def __call__(self, prompts: Sequence[str]) -> list[str]:
+        """Rewrite prompts, each different one once; one without an answer stays as it is, with a warning.
+
+        Raises:
+            ConfigurationError: key or model is wrong.
+            UnavailableError: the server answers no more.
+        """
+        different = list(dict.fromkeys(prompts))
+        self._chat.begin()
+        with ThreadPoolExecutor(self._server.concurrency) as pool:
+            try:
+                found = dict(zip(different, pool.map(self._rewrite, different), strict=True))
+            finally:
+                self._chat.stop()
+        if unchanged := [prompt for prompt, text in found.items() if not text]:
+            logger.warning("%d of %d prompts stay as they are, since the model did not rewrite them: %s ...",
+                           len(unchanged), len(different), unchanged[0])  # fmt: skip
+        return [found[prompt] or prompt for prompt in prompts]
+
+    def _rewrite(self, prompt: str) -> str | None:
+        messages = [{"role": "system", "content": self._instructions}, {"role": "user", "content": prompt}]
         try:
-            reply = chat.ask(messages, {"temperature": 0.0, "max_tokens": _MAX_TOKENS})
+            reply = self._chat.ask(messages, {"temperature": 0.0, "max_tokens": _MAX_TOKENS})
         except UnansweredError as error:
             if error.is_rejected:
-                raise ConfigurationError(f"{server.url} rejects a prompt: {error}; correct model or prompt") from error
+                message = f"{self._server.url} rejects a prompt: {error}; correct model or prompt"
+                raise ConfigurationError(message) from error
             return None
         return None if reply.finish_reason == "length" or is_refusal(reply) else " ".join(reply.text.split())
-
-    different = list(dict.fromkeys(prompts))
-    with ThreadPoolExecutor(server.concurrency) as pool:
-        try:
-            found = dict(zip(different, pool.map(rewrite, different), strict=True))
-        finally:
-            chat.stop()
-    if unchanged := [prompt for prompt, text in found.items() if not text]:
-        logger.warning("%d of %d prompts stay as they are, since the model did not rewrite them: %s ...",
-                       len(unchanged), len(different), unchanged[0])  # fmt: skip
-    return [found[prompt] or prompt for prompt in prompts]

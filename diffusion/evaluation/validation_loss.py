@@ -67,6 +67,7 @@ def validation_losses(evaluated: EvaluatedModel, generator: Generator) -> dict[s
         "estimator": "mean squared error at fixed noise and timesteps, not weighted",
         "samples": len(dataset),
         "streams": list(dataset.stream_names),
+        "data": dataset.identity(),
         "seed": model.seed,
         "objective": model.objective.prediction_type.value,
         "zero_terminal_snr": model.objective.zero_terminal_snr,

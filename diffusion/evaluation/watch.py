@@ -33,7 +33,7 @@ from diffusion.errors import DataError, MachineError
 from diffusion.evaluation.config import EvaluationConfig, run_label
 from diffusion.evaluation.evaluate import Evaluation, write_table
 from diffusion.evaluation.generate import WeightsError, checkpoint_models
-from diffusion.evaluation.protocol import Result, read_results
+from diffusion.evaluation.protocol import Result, read_results, text_hash
 from diffusion.files import read_json, write_json
 from diffusion.formats.run_folder import CHECKPOINTS, METRICS, TENSORBOARD, checkpoint_folder, finished_step
 from diffusion.loading import load_config_of
@@ -75,11 +75,13 @@ class Watcher:
     def __init__(self, config: EvaluationConfig) -> None:
         self.config = config
         self.evaluation = None if config.watch_only else Evaluation(config=config)
-        root = Path(config.output_folder).expanduser()
+        root, settings = Path(config.output_folder).expanduser(), None
+        if not config.watch_only:
+            settings = text_hash(repr((config.protocol, sorted(config.weights), sorted(config.guidance_scales))))
         if config.model is not None:
-            self.runs = [WatchedRun(config.model, root)]
+            self.runs = [WatchedRun(config.model, root, settings)]
         else:
-            self.runs = [WatchedRun(uri, root / run_label(uri)) for uri in config.runs]
+            self.runs = [WatchedRun(uri, root / run_label(uri), settings) for uri in config.runs]
         self._loggers = [WatchLoggers(config, run) for run in self.runs]
         self._lease: Lease | None = None
         """Lease of the checkpoint that is being evaluated, on the first rank."""
@@ -188,6 +190,13 @@ class LedgerEntry:
     identity: str | None = None
     """Identity of its files; None in ledgers of earlier versions."""
 
+    settings: list[str] | None = None
+    """Hash of protocol, weights and guidance scales of each evaluation; None in ledgers of earlier versions."""
+
+    def has(self, settings: str | None) -> bool:
+        """Check for an evaluation with these settings; None, and an entry without settings, are any."""
+        return settings is None or self.settings is None or settings in self.settings
+
 
 def read_ledger(folder: Path, run: str, known: Mapping[str, LedgerEntry] | None = None) -> dict[str, LedgerEntry]:
     """Read the entries of a ledger by the names of checkpoints (`ep0-ba100`), except for those that are known.
@@ -220,14 +229,14 @@ class WatchedRun:
     The location is as in `EvaluationConfig.model`; all watchers of the run share the output folder.
     """
 
-    def __init__(self, uri: str, folder: Path) -> None:
-        self.uri, self.folder, self.label = uri, folder, run_label(uri)
+    def __init__(self, uri: str, folder: Path, settings: str | None = None) -> None:
+        self.uri, self.folder, self.label, self.settings = uri, folder, run_label(uri), settings
         self.entries: dict[str, LedgerEntry] = {}
         self.identities: dict[str, str] = {}
         """Complete checkpoints, as `list_complete` has found them last."""
 
         self.pending: list[str] = []
-        """Complete checkpoints without an entry, oldest first."""
+        """Complete checkpoints without an entry that has the settings, oldest first."""
 
         self.is_finished = False
         self.rows: list[dict[str, float]] = []
@@ -245,7 +254,8 @@ class WatchedRun:
         self.identities = list_complete(checkpoints)
         names = list(self.identities)
         self._update_entries()
-        self.pending = [name for name in names if name not in self.entries]
+        done = self._done()
+        self.pending = [name for name in names if name not in done]
         if is_url(self.uri):  # Only a run folder says when it has ended.
             self.is_finished = any(entry.is_last for entry in self.entries.values())
         else:  # A finished run may have been continued.
@@ -253,9 +263,12 @@ class WatchedRun:
         self._summarise()
 
     def _update_entries(self) -> None:
-        known = current_entries(self.entries, self.identities)
+        known = current_entries(self._done(), self.identities)
         found = read_ledger(self.folder / LEDGER, self.uri, known)
         self.entries = current_entries(found, self.identities)
+
+    def _done(self) -> dict[str, LedgerEntry]:
+        return {name: entry for name, entry in self.entries.items() if entry.has(self.settings)}
 
     def _summarise(self) -> None:
         """Write table and metrics file again after new entries: another watcher may have written them without these."""
@@ -277,7 +290,7 @@ class WatchedRun:
         lease = self.applicant(name).acquire()
         if lease is not None:
             self._update_entries()
-            if name in self.entries:
+            if name in self._done():
                 lease.release()
                 return None
         return lease
@@ -294,7 +307,8 @@ class WatchedRun:
 
         A checkpoint that was removed or is damaged has no configuration.
         """
-        step = step_of(name)
+        step, earlier = step_of(name), self.entries.get(name)
+        settings = [] if earlier is None else earlier.settings or []
         entry = LedgerEntry(
             run=self.uri,
             step=step,
@@ -306,7 +320,10 @@ class WatchedRun:
             group=config and config.group,
             output_folder=config and config.output_folder,
             identity=self.identities.get(name),
+            settings=None if self.settings is None else [*settings, self.settings],
         )
+        if earlier is not None and skipped is not None:  # Its numbers by other settings stay.
+            entry = replace(earlier, settings=entry.settings)
         (self.folder / LEDGER).mkdir(parents=True, exist_ok=True)
         write_json(self.folder / LEDGER / f"{name}.json", asdict(entry))
         if skipped is None:
@@ -317,9 +334,10 @@ class WatchedRun:
     def count(self) -> dict[str, float]:
         """Count the checkpoints as they are now, for Prometheus, in any thread."""
         identities = list_complete(locate(self.uri)[1])
-        done = current_entries(read_ledger(self.folder / LEDGER, self.uri, self.entries), identities)
+        found = current_entries(read_ledger(self.folder / LEDGER, self.uri, self._done()), identities)
+        done = {name for name, entry in found.items() if entry.has(self.settings)}
         leased = {path.name.removesuffix(".json") for path in (self.folder / LEASES).glob("*.json")}
-        queue = identities.keys() - done.keys()
+        queue = identities.keys() - done
         return {QUEUE: len(queue), LEASED: len(queue & leased), DONE: len(done)}
 
 

@@ -27,7 +27,7 @@ from PIL import Image
 
 from diffusion import storage
 from diffusion.chat import Chat, Reply, UnansweredError, declines, is_refusal
-from diffusion.errors import ConfigurationError
+from diffusion.errors import ConfigurationError, UnavailableError
 from diffusion.files import append_json_lines, read_json_lines
 from diffusion.formats.data_set import ANSWERS
 from diffusion.preparation.config import ChatCaptionsConfig
@@ -158,6 +158,8 @@ class ChatCaptioner:
                     self._chat.stop()
         if not isinstance(error, _UselessError):
             yield from useless
+        if isinstance(error, UnavailableError):
+            raise UnavailableError(f"{error}. What was answered is kept") from error
         if error is not None:
             raise error
 

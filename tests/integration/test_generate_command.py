@@ -77,6 +77,15 @@ def test_prompts_are_rewritten_and_the_originals_listed(command, model, tmp_path
     assert len(server.requests) == 2
 
 
+def test_nothing_is_rewritten_for_a_checkpoint_that_cannot_be_loaded(command, tmp_path):
+    with chat_server(lambda prompt, number: "echo") as server:
+        with pytest.raises(AssertionError, match="loaded before the error"):
+            command("--rewrite", server.url, "--rewrite-model", MODEL, is_loaded=False)
+        with pytest.raises(ConfigurationError, match="has no model x"):
+            command("--rewrite", server.url, "--rewrite-model", "x", is_loaded=False)
+    assert server.requests == []
+
+
 def test_each_batch_is_written_at_once_and_the_listing_last(command, model, tmp_path, monkeypatch, capsys):
     out, batches = tmp_path / "out", []
 

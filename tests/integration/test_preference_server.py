@@ -26,7 +26,7 @@ from PIL import Image
 from apps.preference.images import collect
 from apps.preference.server import BURST, RateLimit, open_server
 from apps.preference.store import Settings, Store
-from diffusion.errors import ConfigurationError
+from diffusion.errors import ConfigurationError, MachineError
 from tests.tools.devtools import CHROMIUM, Tab
 from tests.tools.forking import free_port
 from tests.tools.preference_studies import MODELS, SCRIPT, serving, write_models
@@ -81,6 +81,18 @@ def test_a_killed_server_loses_no_vote_and_counts_none_twice(server, tmp_path):
     assert len(acknowledged) > 450
     votes = store.votes()
     assert len(votes) == len(votes.drop_duplicates(["rater", "position"])) == 500
+
+
+def test_a_server_that_is_ended_leaves_all_votes_in_one_file(server, tmp_path):
+    models = write_models(tmp_path, size=8)
+    with serving(server, tmp_path, models) as (address, job):
+        session = requests.Session()
+        session.post(address + "begin", timeout=300).raise_for_status()
+        assert rate_once(session, address, set())
+        os.kill(job.pids[0], signal.SIGTERM)
+        assert job.finish().codes == [0]
+    shutil.copy(tmp_path / "votes.sqlite", tmp_path / "copy.sqlite")
+    assert len(Store(tmp_path / "copy.sqlite").votes()) == 1
 
 
 def test_strangers_are_turned_away_and_models_stay_hidden(server, tmp_path):
@@ -253,6 +265,22 @@ def test_a_page_that_others_can_reach_needs_personal_links(tmp_path, monkeypatch
         with pytest.raises(ConfigurationError):
             main()
     assert not (tmp_path / "votes.sqlite").exists()
+
+
+def test_outputs_that_cannot_be_written_and_addresses_that_are_none_are_mistakes(tmp_path, monkeypatch):
+    models, votes = write_models(tmp_path, size=8), tmp_path / "votes.sqlite"
+    start = ["serve", *models, "--prompts", tmp_path / "prompts.txt", "--raters", "a", "--votes"]
+    images = collect({name: tmp_path / name for name in MODELS[:2]}, tmp_path / "prompts.txt")
+    Store.create_or_continue(votes, images, Settings(seed=1, num_pairs=1, num_repeats=0, num_checks=0)).close()
+    main = runpy.run_path(str(SCRIPT))["main"]
+    for kind, message, options in (
+        (ConfigurationError, "--public-url", [*start, tmp_path / "new.sqlite", "--public-url", "http://[x"]),
+        (MachineError, "cannot be written", [*start, votes / "new.sqlite"]),
+        (MachineError, "--out", ["report", votes, "--out", votes]),
+    ):
+        monkeypatch.setattr(sys, "argv", ["preference.py", *map(str, options)])
+        with pytest.raises(kind, match=message):
+            main()
 
 
 @pytest.mark.browser

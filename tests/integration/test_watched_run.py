@@ -9,7 +9,17 @@ import torch
 
 from diffusion import storage
 from diffusion.errors import DataError
-from diffusion.evaluation.watch import LEDGER, WatchedRun, copy_checkpoint, list_complete, locate, read_ledger
+from diffusion.evaluation.config import EvaluationConfig, ProtocolConfig
+from diffusion.evaluation.protocol import Result
+from diffusion.evaluation.watch import (
+    LEDGER,
+    WatchedRun,
+    Watcher,
+    copy_checkpoint,
+    list_complete,
+    locate,
+    read_ledger,
+)
 from diffusion.files import write_json
 from diffusion.formats.run_folder import finished_step
 from diffusion.operations.metrics import DONE, LEASED, QUEUE
@@ -123,3 +133,32 @@ def test_a_checkpoint_that_a_rollback_has_removed_and_written_again_is_evaluated
     entry = watched.folder / LEDGER / f"{name}.json"  # As earlier versions have written it.
     write_json(entry, {key: value for key, value in json.loads(entry.read_text()).items() if key != "identity"})
     assert WatchedRun(watched.uri, watched.folder).count()[DONE] == 1
+
+
+def test_a_watcher_with_other_weights_evaluates_the_checkpoints_again(watched):
+    def watcher(*weights: str, **options: bool) -> WatchedRun:
+        protocol = ProtocolConfig(metrics=[], validation_loss=True)
+        out = str(watched.folder)
+        config = EvaluationConfig(
+            model=watched.uri, output_folder=out, watch=True, protocol=protocol, weights=list(weights), **options
+        )
+        (run,) = Watcher(config).runs
+        run.update()
+        return run
+
+    raw = watcher("raw")
+    Result(name="ep0-ba2-raw", path=watched.uri, step=2, weights="raw").write(watched.folder)
+    raw.record("ep0-ba2.pt", None, None)
+    assert (watcher("raw").pending, watcher("raw", watch_only=True).pending) == (["ep0-ba4.pt"], ["ep0-ba4.pt"])
+    both = watcher("raw", "ema")
+    assert both.pending == ["ep0-ba2.pt", "ep0-ba4.pt"]
+    assert (raw.count()[QUEUE], both.count()[QUEUE]) == (1, 2)
+    lease = both.acquire("ep0-ba2.pt")
+    assert lease is not None
+    both.record("ep0-ba2.pt", "it has no such weights", None)
+    lease.release()
+    for weights in (["raw"], ["ema", "raw"]):
+        assert watcher(*weights).pending == ["ep0-ba4.pt"]
+    assert both.acquire("ep0-ba2.pt") is None
+    both.update()
+    assert both.entries["ep0-ba2.pt"].skipped is None, "the numbers of the first watcher count"

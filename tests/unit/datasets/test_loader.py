@@ -309,6 +309,15 @@ def test_validation_data_of_several_sizes(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_validation_data_has_an_identity(tmp_path: Path) -> None:
+    def identity(folder: str, num_captions: int) -> str:
+        root = write_prepared(tmp_path / folder, {"a": 7, "b": 6}, num_captions)
+        config = ValidationConfig(local=str(root))
+        return validation_dataset(config, data_config(root, "a", "b"), tokenize=tokenize).identity()
+
+    assert identity("one", 1) == identity("copy", 1) != identity("other", 2)
+
+
 def test_validation_data_that_is_missing(tmp_path: Path) -> None:
     root = write_prepared(tmp_path, {"a": 8})
     config = ValidationConfig(local=str(tmp_path / "validation"))

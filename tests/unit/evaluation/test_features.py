@@ -1,12 +1,15 @@
 """Feature networks, and features of a set computed in batches."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from diffusion.config.training import Plugin
-from diffusion.errors import ConfigurationError
+from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.evaluation.config import (
     EvaluationConfig,
     Metric,
@@ -18,6 +21,8 @@ from diffusion.evaluation.config import (
 from diffusion.evaluation.features import Clip, extract_features, resized
 from diffusion.evaluation.images import Images, image_files, list_images
 from diffusion.evaluation.metrics import Metrics
+from diffusion.evaluation.prompts import Prompt
+from tests.tools.evaluation_toys import write_clip, write_images
 
 
 def made_up_images(num: int) -> Images:
@@ -64,6 +69,66 @@ def test_a_biased_distance_of_few_images_warns(tmp_path, caplog):
     metrics.compute(image_files(list_images(tmp_path)), None, {})
     (warning,) = [record.getMessage() for record in caplog.records if record.name == "diffusion.evaluation.metrics"]
     assert warning.startswith("frechet_random-16 is of 3 images")
+
+
+def metrics_of(folder: Path, size: int, **options) -> Metrics:
+    """The kernel distance to images of a folder by random features of a size, with the folder's cache."""
+    if not folder.is_dir():
+        write_images(folder, 4)
+    plugin = Plugin(path="diffusion.evaluation.features.RandomFeatures", arguments={"size": size})
+    networks = NetworksConfig(inception_replacement=plugin)
+    reference = ReferenceConfig(path=str(folder))
+    protocol = ProtocolConfig(metrics=[Metric.kid], reference=reference, networks=networks)
+    config = EvaluationConfig(output_folder="", protocol=protocol)
+    return Metrics(config=config, device=torch.device("cpu"), **{"cache": folder.with_name("cache"), **options})
+
+
+def test_features_of_a_reference_are_cached_for_each_size_of_the_input(tmp_path):
+    images = image_files(list_images(write_images(tmp_path / "images", 4, seed=1)))
+    alone = metrics_of(tmp_path / "real", 16, cache=tmp_path / "other").compute(images, None, {})
+    metrics_of(tmp_path / "real", 32).compute(images, None, {})
+    assert metrics_of(tmp_path / "real", 16).compute(images, None, {}) == alone
+
+
+def test_damaged_caches_are_named_and_impossible_ones_before_the_features(tmp_path):
+    images = image_files(list_images(write_images(tmp_path / "images", 4, seed=1)))
+    metrics = metrics_of(tmp_path / "real", 16)
+    metrics.compute(images, None, {})
+    (file,) = (tmp_path / "cache").iterdir()
+    content = file.read_bytes()
+    for damaged in (b"", content[: len(content) // 2], content.replace(b"PK", b"KP"), bytes([content[0]]) * 400):
+        file.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"\.npz is damaged"):
+            metrics.compute(images, None, {})
+    with pytest.raises(MachineError, match="cannot be written"):
+        metrics_of(tmp_path / "real", 16, cache=file / "below")
+
+
+def test_the_identity_of_clip_names_another_scaling_of_colours(tmp_path):
+    folder = write_clip(tmp_path / "clip")
+    usual = Clip(str(folder), "", local_files_only=True).identity
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"image_mean": [0.5] * 3}))
+    other = Clip(str(folder), "", local_files_only=True).identity
+    assert len(usual) == 16
+    assert other.startswith(f"{usual} ")
+
+
+def test_the_protocol_of_a_category_names_its_prompts(tmp_path):
+    networks = NetworksConfig(clip_score=str(write_clip(tmp_path / "clip")))
+    protocol = ProtocolConfig(metrics=[Metric.clip_score], networks=networks)
+    config = EvaluationConfig(output_folder="", protocol=protocol)
+    metrics = Metrics(config=config, device=torch.device("cpu"), cache=tmp_path)
+
+    def protocols(*names: str) -> list:
+        prompts = [Prompt(text=f"prompt {i}", category=name) for i, name in enumerate(names) for _ in range(2)]
+        found = metrics.protocols({}, prompts)
+        assert metrics.protocols({}, prompts[::2]) == found, "whatever the number of images"
+        return [found["clip_score"], found["clip_score/A"]]
+
+    (whole, category), (same, other) = protocols("A", "A", "B"), protocols("A", "B", "B")
+    assert whole == same
+    assert category != other
 
 
 def test_resizing_is_antialiased_and_rounded_once():

@@ -1,5 +1,6 @@
 """Images of an evaluation: a pipeline makes those of its model, from noise drawn on the CPU."""
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -9,9 +10,18 @@ import torch
 
 from demo.shape_checks import shape_checks
 from diffusion.config.model import Architecture, FlowConfig, ObjectiveConfig, PredictionType, Sampler
-from diffusion.config.training import Device
+from diffusion.config.training import Device, Plugin
 from diffusion.errors import ConfigurationError
-from diffusion.evaluation.config import CompositionalConfig, EvaluationConfig, ProtocolConfig, SamplingConfig
+from diffusion.evaluation.config import (
+    CompositionalConfig,
+    EvaluationConfig,
+    Metric,
+    NetworksConfig,
+    ProtocolConfig,
+    ReferenceConfig,
+    ResizeFilter,
+    SamplingConfig,
+)
 from diffusion.evaluation.evaluate import IMAGES, Evaluation
 from diffusion.evaluation.generate import (
     GENERATION,
@@ -26,11 +36,14 @@ from diffusion.evaluation.generate import (
     load_generator,
 )
 from diffusion.evaluation.images import image_files
-from diffusion.evaluation.prompts import Prompt
+from diffusion.evaluation.metrics import Metrics
+from diffusion.evaluation.prompts import Prompt, open_images
 from diffusion.evaluation.protocol import read_results
 from diffusion.files import read_json
+from diffusion.formats.marks import Mark
 from diffusion.models import build_model
 from diffusion.models.latent_diffusion import LatentDiffusion
+from tests.tools.evaluation_toys import write_images
 from tests.tools.image_marks import read_mark
 from tests.tools.pipelines import write_model
 from tests.unit.models import test_latents
@@ -116,6 +129,71 @@ def test_a_run_may_write_a_checkpoint_again(tmp_path, monkeypatch, is_interrupte
     assert result.identity == load_generator(subject, CPU).mark.version
     (record,) = (out / IMAGES).rglob(GENERATION)
     assert read_json(record)["model"] == result.identity
+
+
+def test_images_that_a_killed_removal_has_left_are_not_those_of_new_weights(tmp_path, monkeypatch):
+    generator = CheckpointGenerator(build(Architecture.tiny), CPU)
+    generated(generator, tmp_path, 1.0, None)
+    (tmp_path / "cfg1" / GENERATION).unlink()
+    generator.mark = Mark(model="new", version="of other weights")
+    generated(generator, tmp_path, 1.0, None)
+    assert read_mark(tmp_path / "cfg1" / "000000.png")["AISystemVersionUsed"] == "of other weights"
+
+
+def shapes_evaluation(monkeypatch, out: Path, **options) -> Evaluation:
+    """An evaluation of one check of the demo."""
+    checks = shape_checks()[:1]
+    monkeypatch.setattr("demo.shape_checks.shape_checks", lambda: checks)
+    suite = CompositionalConfig(suite="demo.shape_checks.shapes", images_per_prompt=1)
+    sampling = SamplingConfig(num_inference_steps=options.pop("steps", 1))
+    protocol = ProtocolConfig(metrics=[], compositional=suite, sampling=sampling)
+    config = EvaluationConfig(output_folder=str(out), protocol=protocol, guidance_scales=[1.0], device=Device.cpu)
+    return Evaluation(config=dataclasses.replace(config, **options))
+
+
+def test_images_that_are_not_kept_are_removed_after_a_kill_too(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    (subject,) = find_models(str(write_model(build(Architecture.tiny), tmp_path / "pipeline")), [])
+    shapes_evaluation(monkeypatch, out).evaluate(subject)
+    assert any((out / IMAGES).rglob("*.png"))
+    shapes_evaluation(monkeypatch, out, keep_images=False).evaluate(subject)
+    assert not any((out / IMAGES).rglob("*.png"))
+
+
+def test_another_protocol_in_the_output_folder_is_an_error_before_images_are_generated(tmp_path, monkeypatch):
+    out, model = tmp_path / "out", build(Architecture.tiny)
+    for name, steps in (("one", 1), ("two", 2)):
+        (subject,) = find_models(str(write_model(model, tmp_path / name)), [])
+        evaluation = shapes_evaluation(monkeypatch, out, steps=steps)
+        if name == "one":
+            evaluation.evaluate(subject)
+    with pytest.raises(ConfigurationError, match="num_inference_steps: 1, 2"):
+        evaluation.evaluate(subject)
+    assert [path.name for path in (out / IMAGES).iterdir()] == ["one-cfg1"]
+
+
+def test_numbers_of_a_folder_are_kept_until_its_images_change(tmp_path, monkeypatch):
+    folder, real = write_images(tmp_path / "images", 3), write_images(tmp_path / "real", 3, seed=1)
+    networks = NetworksConfig(inception_replacement=Plugin(path="diffusion.evaluation.features.RandomFeatures"))
+
+    def evaluate(metric: Metric, **options) -> set[str]:
+        reference = ReferenceConfig(path=str(real))
+        protocol = ProtocolConfig(metrics=[metric], reference=reference, networks=networks, **options)
+        config = EvaluationConfig(
+            output_folder=str(tmp_path / "out"), images=str(folder), protocol=protocol, device=Device.cpu
+        )
+        Evaluation(config=config).evaluate_folder(folder, open_images(folder))
+        (result,) = read_results([tmp_path / "out"])
+        return {*result.numbers}
+
+    assert evaluate(Metric.fid) == {"frechet_random-16"}
+    assert evaluate(Metric.kid) == {"frechet_random-16", "kernel_random-16"}
+    with monkeypatch.context() as patched:
+        patched.setattr(Metrics, "compute", lambda *arguments: pytest.fail("computed before the error"))
+        with pytest.raises(ConfigurationError, match="resize: "):
+            evaluate(Metric.kid, resize_filter=ResizeFilter.lanczos)
+    (folder / "000.png").write_bytes((folder / "001.png").read_bytes())
+    assert evaluate(Metric.kid) == {"kernel_random-16"}
 
 
 def test_a_size_that_the_vae_cannot_make_is_an_error(folder: Path) -> None:

@@ -151,6 +151,8 @@ def test_relations_need_a_clear_distance():
     assert relations(right, left) == {"right of"}
     assert relations(box("dog", None, 0.2, 0.2), box("cat", None, 0.7, 0.7)) == {"left of", "above"}
     assert relations(box("dog", None, 0.5, 0.51), box("cat", None, 0.5, 0.5)) == set()
+    near = relations(box("dog", None, 0.43, 0.5), box("cat", None, 0.5, 0.5))
+    assert near == set(), "of an offset of 0.07, 0.03 are left, less than half"
 
 
 @pytest.mark.parametrize(
@@ -184,6 +186,21 @@ def test_counts_are_least_counts():
     check = Check(prompt="", category="", include=(Wanted(label="dog", count=2),))
     dog = box("dog", None, 0.5, 0.5)
     assert [is_shown(check, [dog] * num) for num in (1, 2, 3)] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        ([Wanted(label="dog", colour="red")], [box("dog", "green", 0.2, 0.5), box("dog", "red", 0.2, 0.5)]),
+        (
+            [Wanted(label="dog", count=2), Wanted(label="cat", relation="left of", target=0)],
+            [box("cat", None, 0.5, 0.5), box("dog", None, 0.9, 0.5), box("dog", None, 0.1, 0.5)],
+        ),
+    ],
+)
+def test_the_most_confident_objects_must_have_the_colour_and_each_pair_the_relation(wanted, found):
+    check = Check(prompt="", category="", include=tuple(wanted))
+    assert [is_shown(check, found, any_object=any_object) for any_object in (False, True)] == [False, True]
 
 
 def several(num, colour, shape, background="gray"):

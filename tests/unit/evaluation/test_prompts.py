@@ -11,8 +11,8 @@ from streaming import MDSWriter
 from apps.preference.images import collect
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.evaluation.config import ReferenceConfig
-from diffusion.evaluation.images import PreparedSamples, open_reference, smallest_hashes
-from diffusion.evaluation.prompts import LISTING, Prompt, read_listing, read_prompts, write_listing
+from diffusion.evaluation.images import LISTING, PreparedSamples, open_reference, smallest_hashes
+from diffusion.evaluation.prompts import Prompt, read_listing, read_prompts, write_listing
 from diffusion.preparation.takedown import take_down
 from tests.tools.image_files import write_folder
 from tests.tools.preparing import prepare
@@ -66,6 +66,25 @@ def test_a_wrong_line_is_named(tmp_path):
     (folder / LISTING).write_bytes(b"\xff")
     with pytest.raises(DataError, match=LISTING):
         read_listing(folder)
+
+
+@pytest.mark.parametrize("line", ['"prompt": null', '"prompt": "x", "category": ["A"]', r'"prompt": "\ud800"'])
+def test_a_line_without_texts_is_named(tmp_path, line):
+    folder = folder_of_images(tmp_path / "a", 1)
+    (folder / LISTING).write_text(f'{{"file_name": "00000.png", {line}}}\n')
+    with pytest.raises(DataError, match=f"{LISTING}, line 1"):
+        read_listing(folder)
+
+
+def test_generated_images_are_a_reference_when_all_are_there_and_without_their_grid(tmp_path):
+    folder = folder_of_images(tmp_path / "a", 3)
+    Image.new("RGB", (9, 9)).save(folder / "grid.png")
+    config = ReferenceConfig(path=str(folder))
+    images, _ = open_reference(config)
+    assert [images[i].size for i in range(len(images))] == [(4, 4)] * 3
+    write_listing(folder, [])
+    with pytest.raises(DataError, match="interrupted"):
+        open_reference(config)
 
 
 def test_prompts_of_a_data_set_are_read_without_its_other_shards(tmp_path):
@@ -145,6 +164,7 @@ def test_categories_of_json(tmp_path):
         ("a.jsonl", '{"prompt": "a"}\n{"prompt": ', r"a\.jsonl, line 2"),
         ("a.jsonl", '{"tag": "a"}', r"a\.jsonl has no column .*tag"),
         ("a.json", '[{"prompt": 5}]', r"a\.json: row 1"),
+        ("a.jsonl", r'{"prompt": "\ud800"}', r"a\.jsonl: row 1"),
         ("a.json", "[5]", r"a\.json, line 1"),
         ("a.json", "", r"a\.json has no prompts"),
     ],

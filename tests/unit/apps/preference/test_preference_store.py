@@ -81,6 +81,27 @@ def test_another_study_or_other_images_are_refused(tmp_path):
         open_study(tmp_path)
 
 
+def test_votes_of_a_deleted_study_do_not_come_into_a_new_one(tmp_path):
+    write_models(tmp_path)
+    store = open_study(tmp_path)
+    shown = store.next_presentation("r")
+    assert store.vote("r", shown.id, quality="first", alignment="first")
+    (tmp_path / "votes.sqlite").unlink()  # As after a kill, which leaves the log.
+    with pytest.raises(ConfigurationError, match=r"votes\.sqlite-wal has votes of a deleted"):
+        open_study(tmp_path, seed=4)
+
+
+def test_a_repeated_prompt_keeps_the_images_beside_their_prompts(tmp_path):
+    folders = {name: tmp_path / name for name in MODELS[:2]}
+    write_models(tmp_path, prompts=["a", "b", "a", "c"])
+    for folder in folders.values():
+        (folder / "metadata.jsonl").unlink()
+    items = collect(folders, tmp_path / "prompts.txt").items
+    assert [(item.prompt, item.images[0].stem) for item in items] == [
+        *[("a", "00000"), ("a", "00002"), ("b", "00001"), ("c", "00003")]
+    ]
+
+
 def test_folders_that_do_not_fit_are_refused(tmp_path):
     write_models(tmp_path)
     prompts = tmp_path / "prompts.txt"
