@@ -64,7 +64,7 @@ from diffusion.preparation.metadata import (
     removal_hash,
     removed_row,
 )
-from diffusion.preparation.output import clear, clear_folders, protect_answers
+from diffusion.preparation.output import clear, clear_folders, protect_answers, resolved
 from diffusion.preparation.packing import Packs
 from diffusion.preparation.records import (
     WITHOUT_CAPTION,
@@ -75,6 +75,7 @@ from diffusion.preparation.records import (
     Reason,
     Record,
     Rejected,
+    SettingsError,
     clean_text,
 )
 from diffusion.preparation.removed import Removed
@@ -218,7 +219,7 @@ def open_configured(config: PrepareConfig, *, as_scanned: bool = False) -> list[
 def _check_apart(sources: Sequence[Source], out: str) -> None:
     """Check that no output lies in a source, or the reverse."""
     for source in sources:
-        here, there = f"{_resolved(source.root)}/", f"{_resolved(out)}/"
+        here, there = f"{resolved(source.root)}/", f"{resolved(out)}/"
         is_read = there.startswith(here)
         if is_read and source.pattern:
             folder, pattern = there.removeprefix(here).split("/")[:-1], source.pattern.split("/")
@@ -229,10 +230,6 @@ def _check_apart(sources: Sequence[Source], out: str) -> None:
             )
 
 
-def _resolved(uri: str) -> str:
-    return (uri if storage.is_url(uri) else str(Path(uri).resolve())).rstrip("/")
-
-
 def _check_same(out: str, scan: Scan, sources: Sequence[Source], settings: dict[str, Any]) -> None:
     given = [source.description() for source in sources[: len(scan.sources)]]
     if different := changed_settings(scan.settings, settings):
@@ -241,7 +238,7 @@ def _check_same(out: str, scan: Scan, sources: Sequence[Source], settings: dict[
         what = f"other sources ({', '.join(source.path for source in scan.sources)})"
     else:
         return
-    raise OutdatedError(
+    raise SettingsError(
         f"{storage.shown(out)} was prepared with {what}; choose another folder, or replace it with --overwrite"
     )
 
