@@ -16,6 +16,7 @@ from diffusion.distributed import num_cores
 from diffusion.errors import DataError
 from diffusion.formats import data_set
 from diffusion.formats.data_set import PreparedManifest
+from diffusion.preparation.chat_captions import restore_answers
 from diffusion.preparation.config import STAGES, PrepareConfig
 from diffusion.preparation.engine import Workers
 from diffusion.preparation.explain import explain
@@ -187,6 +188,7 @@ def _begin_anew(config: PrepareConfig, scan: Scan) -> Scan:
 def discard_unfinished(out: str) -> bool:
     """Remove what was scanned, scored, selected and written since the data set was last finished, if anything was.
 
+    Captions of a server may have cost money: images that are scanned again as before get them from a journal.
     `scan.json`, by which the rest is known, is written last, so that another call can continue.
     """
     with claim(out, PreparedManifest.KIND):
@@ -199,6 +201,7 @@ def discard_unfinished(out: str) -> bool:
         if not later:
             return False
         discard_growth(out, finished, later[-1].generation + 1, first_task)
+        restore_answers(out, [one.number for one in later])
         names = {part_name(one.number) for one in later}
         scores = storage.list_files(storage.join(out, data_set.SCORES))
         storage.delete(storage.join(out, data_set.SCORES, name) for name in scores if name.rpartition("/")[2] in names)
