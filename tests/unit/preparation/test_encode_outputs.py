@@ -227,6 +227,30 @@ def test_what_prepared_data_grew_by_is_added(tmp_path: Path) -> None:
         run(prepared, out)
 
 
+@pytest.mark.parametrize("rewritten", [False, True])
+def test_other_samples_in_shards_of_the_same_size_are_other_data(tmp_path: Path, rewritten: bool) -> None:
+    """Shards without hashes, and one with a new name, as an erasure leaves it."""
+    prepared, out = tmp_path / "prepared", tmp_path / "out"
+    image = prepared_sample("source", 0)
+    append_prepared(prepared / "train/32-64", [image, {**image, "key": "source/1"}], per_shard=2)
+    run(prepared, out)
+    shutil.rmtree(prepared)
+    append_prepared(prepared / "train/32-64", [{**image, "key": "source/1"}, image], per_shard=2)
+    if rewritten:
+        erase(prepared, 0)
+    with pytest.raises(DataError, match="train/32-64"):
+        run(prepared, out)
+
+
+@pytest.mark.parametrize(("prepared", "out"), [("data", "data/train/latents"), ("data/prepared", "data")])
+def test_folders_within_one_another(tmp_path: Path, prepared: str, out: str) -> None:
+    grow(tmp_path / prepared, 0, 3)
+    before = digests(tmp_path)
+    with pytest.raises(ConfigurationError, match=out):
+        run(tmp_path / prepared, tmp_path / out)
+    assert digests(tmp_path) == before
+
+
 def test_images_of_another_conversion_are_another_encoding(tmp_path: Path) -> None:
     prepared, out = tmp_path / "prepared", tmp_path / "out"
     grow(prepared, 0, 6)
