@@ -80,6 +80,7 @@ from diffusion.preparation.records import (
 )
 from diffusion.preparation.removed import Removed
 from diffusion.preparation.sources import Source, from_description, open_sources
+from diffusion.preparation.sources.base import REVISION
 from diffusion.preparation.sources.reading import matches, printable
 
 logger = logging.getLogger(__name__)
@@ -388,10 +389,13 @@ def _local_copies(folder: str, names: Sequence[str], scratch: str | None) -> Ite
         yield [as_pattern(str(local / name)) for name in names]
 
 
-_CHANGED = """
+_CHANGED = f"""
 WITH new AS (FROM read_parquet(?, hive_partitioning = false)),
-old AS (FROM read_parquet(?, hive_partitioning = false) SEMI JOIN (SELECT DISTINCT file FROM new) USING (file)
-    ANTI JOIN (SELECT key_hash FROM new WHERE reason = 'removed') USING (key_hash))
+known AS (SELECT * REPLACE (regexp_replace(file, {literal(REVISION)}, '\\1\\2') AS file)
+    FROM read_parquet(?, hive_partitioning = false)),
+old AS (FROM known SEMI JOIN (SELECT DISTINCT file FROM new) USING (file)
+    ANTI JOIN (SELECT key_hash FROM new WHERE reason = 'removed') USING (key_hash)
+    ANTI JOIN (SELECT file, "row" FROM new WHERE reason = 'removed') USING (file, "row"))
 SELECT key FROM (SELECT * FROM new WHERE reason <> 'removed') new
 FULL JOIN (SELECT * FROM old WHERE reason <> 'removed' AND version <> '') old USING (key)
 WHERE new.reason IS NULL OR old.reason IS NULL OR row(new.xxh128, new.captions, new.metadata, new.reason)
