@@ -227,17 +227,25 @@ def test_what_prepared_data_grew_by_is_added(tmp_path: Path) -> None:
         run(prepared, out)
 
 
-@pytest.mark.parametrize("rewritten", [False, True])
-def test_other_samples_in_shards_of_the_same_size_are_other_data(tmp_path: Path, rewritten: bool) -> None:
-    """Shards without hashes, and one with a new name, as an erasure leaves it."""
+@pytest.mark.parametrize("kind", ["rewritten", "without hashes"])
+def test_other_samples_in_shards_of_the_same_size_are_other_data(tmp_path: Path, kind: str) -> None:
     prepared, out = tmp_path / "prepared", tmp_path / "out"
     image = prepared_sample("source", 0)
-    append_prepared(prepared / "train/32-64", [image, {**image, "key": "source/1"}], per_shard=2)
-    run(prepared, out)
-    shutil.rmtree(prepared)
-    append_prepared(prepared / "train/32-64", [{**image, "key": "source/1"}, image], per_shard=2)
-    if rewritten:
-        erase(prepared, 0)
+    samples = [image, {**image, "key": "source/1"}]
+    for listed in (samples, samples[::-1]):
+        shutil.rmtree(prepared, ignore_errors=True)
+        append_prepared(prepared / "train/32-64", listed, per_shard=2)
+        if kind == "without hashes":
+            index = prepared / "train/32-64/index.json"
+            content = json.loads(index.read_text())
+            content["shards"][0]["raw_data"]["hashes"] = {}
+            write_json(index, content)
+            write_prepared_manifest(prepared)
+        elif listed is not samples:
+            erase(prepared, 0)
+        if listed is samples:
+            run(prepared, out)
+            run(prepared, out)
     with pytest.raises(DataError, match="train/32-64"):
         run(prepared, out)
 
