@@ -118,7 +118,8 @@ class Ingestion:
     def complete(self) -> None:
         """Complete a preparation that was interrupted.
 
-        A growth that fails is rolled back, and listed again; after a failure of the machine, only if it is not scanned.
+        A growth that fails is rolled back, and listed again; after a failure of the machine, only if it is not scanned;
+        with other settings never.
         """
         out = self._config.out
         if not storage.exists(storage.join(out, SCAN)) or not Scan.read(out).partitions:
