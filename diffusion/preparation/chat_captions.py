@@ -29,9 +29,9 @@ from diffusion import storage
 from diffusion.chat import Chat, Reply, UnansweredError, declines, is_refusal
 from diffusion.errors import ConfigurationError, UnavailableError
 from diffusion.files import append_json_lines, read_json_lines
-from diffusion.formats.data_set import ANSWERS
+from diffusion.formats.data_set import ANSWERS, METADATA, SCORES
 from diffusion.preparation.config import ChatCaptionsConfig
-from diffusion.preparation.layout import local_copies
+from diffusion.preparation.layout import CAPTIONS, GENERATED_CAPTIONS, local_copies, part_name, part_numbers, read_table
 from diffusion.preparation.records import clean_text
 from diffusion.reports.page import image_uri
 
@@ -334,6 +334,20 @@ class Journal:
             self._path.unlink(missing_ok=True)
         else:
             storage.delete(storage.join(self._uri, name) for name in storage.list_files(self._uri))
+
+
+def restore_answers(out: str, numbers: Iterable[int]) -> None:
+    """Put the answers beside the captions of some partitions back into their journals."""
+    for number in part_numbers(storage.join(out, SCORES, CAPTIONS)).intersection(numbers):
+        name = part_name(number)
+        captioned = read_table(storage.join(out, SCORES, CAPTIONS, name)).to_pylist()
+        rows = read_table(storage.join(out, METADATA, name), ["xxh128", "captions"]).to_pylist()
+        journal = Journal(out, number, concurrency=len(rows))
+        for row, one in zip(rows, captioned, strict=True):
+            if answer := one.get(ANSWERS):
+                texts = [one[CAPTIONS][i] for i in one[GENERATED_CAPTIONS] or ()]
+                journal.add(journal.identify(row), Answer(**{**answer, "texts": texts}))
+        journal.flush()
 
 
 def _read_row(row: Any) -> tuple[str, Answer] | None:

@@ -6,6 +6,7 @@ counts missing values separately.
 
 import json
 import re
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -42,8 +43,8 @@ _SHOWN = 60
 _SPACE = r"\s\v\x1c-\x1f\x{85}\pZ"
 """White space as Python's `str.split` takes it, for a class of a regular expression of RE2."""
 
-_WORD = r"\pL\pN_"
-"""Characters of words."""
+_WORD = r"\pL\pM\pN_"
+"""Characters of words, with the marks that combine with letters."""
 
 _TRIMMED = " \t\n\r\v\f\xa0"
 
@@ -226,14 +227,15 @@ def _caption_rules(config: FiltersConfig, column: ColumnSql) -> Iterator[Rule]:
 
 
 def _keyword_rule(keywords: Sequence[str], columns: Sequence[tuple[str, str]]) -> Rule:
-    """Search captions and columns for whole words in either case."""
-    words = "|".join(f"[{_SPACE}]+".join(map(re.escape, word.split())) for word in keywords)
+    """Search captions and columns for whole words in either case and Unicode form."""
+    words = "|".join(f"[{_SPACE}]+".join(map(re.escape, _composed(word).split())) for word in keywords)
     pattern = literal(f"(?i)(?:^|[^{_WORD}])({words})(?:$|[^{_WORD}])")  # RE2 has no look-around.
-    first = f"list_filter(captions, lambda caption: regexp_matches(caption, {pattern}))[1]"
+    first = f"list_filter(captions, lambda caption: regexp_matches({_composed_sql('caption')}, {pattern}))[1]"
     texts = [("caption", f"array_to_string(captions, {literal(_BETWEEN_CAPTIONS)})", first)]
     texts += [(name, f"CAST({sql} AS VARCHAR)", sql) for name, sql in columns]
     rejects, details = [], []
-    for name, text, shown in texts:
+    for name, given, shown in texts:
+        text = _composed_sql(given)
         rejects.append(f"coalesce(regexp_matches({text}, {pattern}), false)")
         place = literal(f"' in {name}: ")
         detail = f"concat('''', regexp_extract({text}, {pattern}, 1), {place}, {_shown(shown)})"
@@ -313,7 +315,16 @@ def _number_within(name: str, column: str, value: str, low: float | None, high: 
 
 def _one_of(name: str, value: str, text: str, allowed: Sequence[str]) -> Rule:
     """Reject what is none of some texts; not an image without a value."""
-    return Rule(name, f"{text} NOT IN ({', '.join(map(literal, allowed))})", _shown(value))
+    listed = ", ".join(literal(_composed(one)) for one in allowed)
+    return Rule(name, f"{_composed_sql(text)} NOT IN ({listed})", _shown(value))
+
+
+def _composed(text: str) -> str:
+    return unicodedata.normalize("NFC", text)
+
+
+def _composed_sql(text: str) -> str:
+    return f"nfc_normalize(replace({text}, chr(0), ' '))"  # DuckDB's function ends at a null character.
 
 
 def _shown(value: str) -> str:

@@ -30,7 +30,7 @@ from diffusion.preparation.engine import Workers, run
 from diffusion.preparation.layout import part_numbers
 from diffusion.preparation.notifications import Message, Queue
 from diffusion.preparation.prepare import discard_unfinished, prepare
-from diffusion.preparation.records import NothingKeptError, Partition
+from diffusion.preparation.records import NothingKeptError, Partition, SettingsError
 from diffusion.preparation.scan import Scan, Scanner, ScanTask, Taken, local_metadata, open_configured
 from diffusion.preparation.sources import Source
 from diffusion.preparation.sources.detection import is_empty, source_config
@@ -118,14 +118,15 @@ class Ingestion:
     def complete(self) -> None:
         """Complete a preparation that was interrupted.
 
-        A growth that fails is rolled back, and listed again; after a failure of the machine, only if it is not scanned.
+        A growth that fails is rolled back, and listed again; after a failure of the machine, only if it is not scanned;
+        with other settings never.
         """
         out = self._config.out
         if not storage.exists(storage.join(out, SCAN)) or not Scan.read(out).partitions:
             return
         try:
             self._prepare({})
-        except UnavailableError:
+        except (UnavailableError, SettingsError):
             raise
         except (DataError, MachineError) as error:
             stays = isinstance(error, MachineError) and _is_scanned(out)  # Captions may have cost money.
@@ -180,7 +181,7 @@ class Ingestion:
             try:
                 self._prepare(only)
                 return
-            except UnavailableError:
+            except (UnavailableError, SettingsError):
                 raise
             except (DataError, MachineError) as error:
                 failing = find_failing(self._config, self._sources, arrivals)

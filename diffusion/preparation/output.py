@@ -12,6 +12,7 @@ from diffusion.files import PARTIAL, lock
 from diffusion.formats import data_set
 from diffusion.operations.lease import Applicant, await_lease, held
 from diffusion.preparation.layout import CAPTIONS, read_scores_record
+from diffusion.preparation.records import SettingsError
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 """EBADF: NFS locks only what can be opened for writing, which a folder cannot."""
@@ -41,13 +42,12 @@ def claim(out: str, kind: str | None = None) -> Iterator[None]:
 
 
 def clear_result(out: str) -> None:
-    """Remove what was selected and written; the manifest goes first. What was taken down stays known."""
+    """Remove what was selected and written: the manifest first, the marks last. What was taken down stays known."""
     storage.delete([storage.join(out, data_set.MANIFEST)])
     # Positions first: without them no shard is taken for a finished one.
     clear_folders(out, data_set.POSITIONS, *data_set.SPLITS, data_set.SELECTION, data_set.PACKED)
-    storage.delete(
-        storage.join(out, name) for name in (data_set.REMOVED_SAMPLES, data_set.REPORT_PAGE, data_set.REPORT_NUMBERS)
-    )
+    storage.delete(storage.join(out, name) for name in (data_set.REPORT_PAGE, data_set.REPORT_NUMBERS))
+    storage.delete([storage.join(out, data_set.REMOVED_SAMPLES)])
 
 
 def clear(out: str) -> None:
@@ -58,11 +58,11 @@ def clear(out: str) -> None:
 
 
 def protect_answers(out: str, difference: str) -> None:
-    """Raise a DataError instead of removing the captions of a server, which may have cost money."""
+    """Raise a SettingsError instead of removing the captions of a server, which may have cost money."""
     chat = (read_scores_record(out).get(CAPTIONS) or {}).get("chat")
     folders = [storage.join(out, name) for name in (f"{data_set.SCORES}/{CAPTIONS}", data_set.ANSWERS)]
     if chat and any(map(storage.list_files, folders)):
-        raise DataError(
+        raise SettingsError(
             f"{storage.shown(out)} has captions of {chat['model']} {difference}, which may have cost money; "
             f"remove {' and '.join(map(storage.shown, folders))} to do without them, or choose another folder"
         )
@@ -75,6 +75,11 @@ def clear_folders(out: str, *names: str) -> None:
         storage.delete(storage.join(folder, file) for file in storage.list_files(folder))
         if not storage.is_url(out):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def resolved(uri: str) -> str:
+    """Resolve the links of a path; leave a URL as it is."""
+    return (uri if storage.is_url(uri) else str(Path(uri).resolve())).rstrip("/")
 
 
 def _check_content(out: str, kind: str) -> None:

@@ -1,5 +1,6 @@
 """Sources to prepared data in four stages: scan, score, select, write (docs/architecture.md)."""
 
+import json
 import logging
 import math
 from collections.abc import Iterable, Sequence
@@ -14,14 +15,15 @@ from diffusion.config.loading import to_dict
 from diffusion.distributed import num_cores
 from diffusion.errors import DataError
 from diffusion.formats import data_set
-from diffusion.formats.data_set import PreparedManifest, read_kind
+from diffusion.formats.data_set import PreparedManifest
+from diffusion.preparation.chat_captions import restore_answers
 from diffusion.preparation.config import STAGES, PrepareConfig
 from diffusion.preparation.engine import Workers
 from diffusion.preparation.explain import explain
 from diffusion.preparation.layout import CAPTIONS, part_name, part_numbers
 from diffusion.preparation.output import claim, clear_folders, clear_result
 from diffusion.preparation.plugins import check_plugins, determining, load_plugin
-from diffusion.preparation.records import NothingKeptError, Partition
+from diffusion.preparation.records import Partition, SettingsError
 from diffusion.preparation.removed import read_keys
 from diffusion.preparation.scan import (
     Scan,
@@ -33,7 +35,7 @@ from diffusion.preparation.scan import (
     scan_sources,
 )
 from diffusion.preparation.score import score
-from diffusion.preparation.select import Selection, read_selection, select
+from diffusion.preparation.select import Selection, check_kept, read_selection, select
 from diffusion.preparation.select import check as check_selection
 from diffusion.preparation.takedown import reject_scanned, take_down
 from diffusion.preparation.write import discard_growth, shard_format, write
@@ -88,25 +90,22 @@ def prepare(
     if not storage.is_url(config.out):
         config = replace(config, out=str(Path(config.out).absolute()))  # Workers run elsewhere.
     out = config.out
-    finished = None if overwrite else PreparedManifest.find(out)
     settings = _settings(config)
-    if finished is not None and "convert_to_srgb" not in finished.settings:
-        config = replace(config, convert_to_srgb=False)
-        del settings["convert_to_srgb"]  # It stays data of an earlier version.
     shard_format(settings).check()
-    if finished is not None and (differences := changed_settings(finished.settings, settings)):
-        raise DataError(
-            f"{storage.shown(out)} was prepared with other settings ({', '.join(differences)}); choose another folder, "
-            "or replace it with --overwrite"
-        )
     workers = Workers(engine=config.engine, number=config.workers or num_cores(), ray=config.ray)
     keys = set[str]() if removed is None else read_keys(removed)
-    is_finished = read_kind(out) == PreparedManifest.KIND
-    if keys and is_finished:  # It may stay, even with `overwrite`.
-        take_down(out, keys)
     with claim(out, PreparedManifest.KIND):
-        if keys and not is_finished:
-            reject_scanned(out, keys)
+        finished = None if overwrite else PreparedManifest.find(out)
+        if finished is not None and "convert_to_srgb" not in finished.settings:
+            config = replace(config, convert_to_srgb=False)
+            del settings["convert_to_srgb"]  # It stays data of an earlier version.
+        if finished is not None and (differences := changed_settings(finished.settings, settings)):
+            raise SettingsError(
+                f"{storage.shown(out)} was prepared with other settings ({', '.join(differences)}); choose another "
+                "folder, or replace it with --overwrite"
+            )
+        if keys:
+            _take_down(out, keys)
         captioner = config.captioner
         if captioner and captioner.chat and "score" in stages and _lacks_captions(out):
             load_plugin(captioner, "captioner")  # No server there: before hours of scanning.
@@ -118,12 +117,8 @@ def prepare(
             score(config, scan, workers=workers, progress=progress)
         if "select" in stages:
             if finished is None:
-                # A mistake in the conditions is found before anything is removed.
-                is_replaced = storage.exists(storage.join(out, data_set.MANIFEST))
-                if is_replaced and explain(out, config, scan)[-1].remaining == 0:
-                    raise NothingKeptError(f"no image passes the conditions; {storage.shown(out)} stays as it is")
-                scan = _begin_anew(out, scan)
-                if keys and is_replaced:
+                scan = _begin_anew(config, scan)
+                if keys:
                     reject_scanned(out, keys)
             num_finished = len(finished.generations) if finished else 0
             select(out, config, scan, finished=num_finished, progress=progress)
@@ -167,22 +162,33 @@ def _is_report_due(out: str, manifest: PreparedManifest) -> bool:
     return shown is None or 10 * sum(shown[name]["images"] for name in ("kept", "rejected")) < 9 * manifest.seen
 
 
-def _begin_anew(out: str, scan: Scan) -> Scan:
+def _take_down(out: str, keys: set[str]) -> None:
+    """Remove images from a claimed data set, which may stay as it is, even with `overwrite`."""
+    if not storage.exists(storage.join(out, data_set.MANIFEST)):
+        reject_scanned(out, keys)
+        return
+    for key in take_down(out, keys, is_claimed=True).copies:
+        logger.warning("a copy of a removed image is left: %s", json.dumps(key))
+
+
+def _begin_anew(config: PrepareConfig, scan: Scan) -> Scan:
     """Remove a finished data set but for metadata and scores; what is not finished is one generation."""
-    if storage.exists(storage.join(out, data_set.MANIFEST)):
+    out, anew = config.out, replace(scan, partitions=[replace(one, generation=0) for one in scan.partitions])
+    is_replaced = storage.exists(storage.join(out, data_set.MANIFEST))
+    if is_replaced:
+        check_kept(out, config, anew)  # A mistake is found before anything is removed.
         logger.info("%s is replaced", storage.shown(out))
+    # Marks without a manifest are left by a removal that was stopped.
+    if is_replaced or anew != scan or storage.exists(storage.join(out, data_set.REMOVED_SAMPLES)):
         clear_result(out)
-    if all(partition.generation == 0 for partition in scan.partitions):
-        return scan
-    clear_result(out)
-    scan = replace(scan, partitions=[replace(partition, generation=0) for partition in scan.partitions])
-    scan.write(out)
-    return scan
+        anew.write(out)
+    return anew
 
 
 def discard_unfinished(out: str) -> bool:
     """Remove what was scanned, scored, selected and written since the data set was last finished, if anything was.
 
+    Captions of a server may have cost money: images that are scanned again as before get them from a journal.
     `scan.json`, by which the rest is known, is written last, so that another call can continue.
     """
     with claim(out, PreparedManifest.KIND):
@@ -195,6 +201,7 @@ def discard_unfinished(out: str) -> bool:
         if not later:
             return False
         discard_growth(out, finished, later[-1].generation + 1, first_task)
+        restore_answers(out, [one.number for one in later])
         names = {part_name(one.number) for one in later}
         scores = storage.list_files(storage.join(out, data_set.SCORES))
         storage.delete(storage.join(out, data_set.SCORES, name) for name in scores if name.rpartition("/")[2] in names)

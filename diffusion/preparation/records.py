@@ -15,6 +15,10 @@ class OutdatedError(DataError):
     """Sources or settings differ from those of an earlier scan; `--overwrite` prepares the data set again."""
 
 
+class SettingsError(OutdatedError):
+    """A data set was made with other settings or of other sources; what is there of it stays."""
+
+
 class NoColumnsError(DataError):
     """A column is named, and a source has no table or .json that could have it."""
 

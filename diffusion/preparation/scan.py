@@ -64,7 +64,7 @@ from diffusion.preparation.metadata import (
     removal_hash,
     removed_row,
 )
-from diffusion.preparation.output import clear, clear_folders, protect_answers
+from diffusion.preparation.output import clear, clear_folders, protect_answers, resolved
 from diffusion.preparation.packing import Packs
 from diffusion.preparation.records import (
     WITHOUT_CAPTION,
@@ -75,10 +75,12 @@ from diffusion.preparation.records import (
     Reason,
     Record,
     Rejected,
+    SettingsError,
     clean_text,
 )
 from diffusion.preparation.removed import Removed
 from diffusion.preparation.sources import Source, from_description, open_sources
+from diffusion.preparation.sources.base import REVISION
 from diffusion.preparation.sources.reading import matches, printable
 
 logger = logging.getLogger(__name__)
@@ -218,7 +220,7 @@ def open_configured(config: PrepareConfig, *, as_scanned: bool = False) -> list[
 def _check_apart(sources: Sequence[Source], out: str) -> None:
     """Check that no output lies in a source, or the reverse."""
     for source in sources:
-        here, there = f"{_resolved(source.root)}/", f"{_resolved(out)}/"
+        here, there = f"{resolved(source.root)}/", f"{resolved(out)}/"
         is_read = there.startswith(here)
         if is_read and source.pattern:
             folder, pattern = there.removeprefix(here).split("/")[:-1], source.pattern.split("/")
@@ -229,10 +231,6 @@ def _check_apart(sources: Sequence[Source], out: str) -> None:
             )
 
 
-def _resolved(uri: str) -> str:
-    return (uri if storage.is_url(uri) else str(Path(uri).resolve())).rstrip("/")
-
-
 def _check_same(out: str, scan: Scan, sources: Sequence[Source], settings: dict[str, Any]) -> None:
     given = [source.description() for source in sources[: len(scan.sources)]]
     if different := changed_settings(scan.settings, settings):
@@ -241,7 +239,7 @@ def _check_same(out: str, scan: Scan, sources: Sequence[Source], settings: dict[
         what = f"other sources ({', '.join(source.path for source in scan.sources)})"
     else:
         return
-    raise OutdatedError(
+    raise SettingsError(
         f"{storage.shown(out)} was prepared with {what}; choose another folder, or replace it with --overwrite"
     )
 
@@ -391,10 +389,13 @@ def _local_copies(folder: str, names: Sequence[str], scratch: str | None) -> Ite
         yield [as_pattern(str(local / name)) for name in names]
 
 
-_CHANGED = """
+_CHANGED = f"""
 WITH new AS (FROM read_parquet(?, hive_partitioning = false)),
-old AS (FROM read_parquet(?, hive_partitioning = false) SEMI JOIN (SELECT DISTINCT file FROM new) USING (file)
-    ANTI JOIN (SELECT key_hash FROM new WHERE reason = 'removed') USING (key_hash))
+known AS (SELECT * REPLACE (regexp_replace(file, {literal(REVISION)}, '\\1\\2') AS file)
+    FROM read_parquet(?, hive_partitioning = false)),
+old AS (FROM known SEMI JOIN (SELECT DISTINCT file FROM new) USING (file)
+    ANTI JOIN (SELECT key_hash FROM new WHERE reason = 'removed') USING (key_hash)
+    ANTI JOIN (SELECT file, "row" FROM new WHERE reason = 'removed') USING (file, "row"))
 SELECT key FROM (SELECT * FROM new WHERE reason <> 'removed') new
 FULL JOIN (SELECT * FROM old WHERE reason <> 'removed' AND version <> '') old USING (key)
 WHERE new.reason IS NULL OR old.reason IS NULL OR row(new.xxh128, new.captions, new.metadata, new.reason)

@@ -179,6 +179,20 @@ def select(out: str, config: PrepareConfig, scan: "Scan", *, finished: int = 0, 
     return earlier[-1]
 
 
+def check_kept(out: str, config: PrepareConfig, scan: "Scan") -> None:
+    """Check that a selection from one generation keeps an image; nothing is written.
+
+    Raises:
+        ConfigurationError: a setting is wrong.
+        DataError: a partition has not been scanned or scored, or nothing is kept.
+    """
+    _check_scored(out, config, scan)
+    with open_database(out, scan, scratch=config.scratch) as database:
+        _decide(out, config, database, [], progress=False)
+        if not database.connection.execute("FROM decided WHERE reason = '' LIMIT 1").fetchall():
+            raise NothingKeptError(f"no image is kept; {storage.shown(out)} stays as it is")
+
+
 def read_selection(out: str, generation: int) -> Selection:
     """Read the selection of a generation.
 
@@ -290,13 +304,7 @@ def _select(
     progress: bool,
 ) -> Selection:
     generation, connection = len(earlier), database.connection
-    conditions = load_conditions(database, config, database.parts(generation), earlier[-1].types if earlier else {})
-    _load_images(out, config, database, conditions, earlier, progress)
-    connection.execute("CREATE TABLE duplicates (part INT, row_number INT, of_part INT, of_row INT, same BOOLEAN)")
-    if config.duplicates is not None and (config.duplicates.exact or config.duplicates.near):
-        _find_duplicates(connection, config.duplicates)
-    _move_small_buckets(connection, config, {name for one in earlier for name in one.places})
-    _decide(connection)
+    conditions = _decide(out, config, database, earlier, progress)
     tasks = _cut_windows(connection, config)
     first_task = sum(len(one.tasks) for one in earlier)
     uri = _uri(out, f"{generation}.json")
@@ -325,6 +333,21 @@ def _select(
     if num_small and not config.buckets.upscale and isinstance(build_buckets(config.buckets), SizeBuckets):
         logger.info("%s images are smaller than every bucket; buckets.upscale: true takes them, too", f"{num_small:,}")
     return selection
+
+
+def _decide(
+    out: str, config: PrepareConfig, database: MetadataDatabase, earlier: Sequence[Selection], progress: bool
+) -> Conditions:
+    """Make the table `decided` of the images of a generation; nothing is written for the first one."""
+    generation, connection = len(earlier), database.connection
+    conditions = load_conditions(database, config, database.parts(generation), earlier[-1].types if earlier else {})
+    _load_images(out, config, database, conditions, earlier, progress)
+    connection.execute("CREATE TABLE duplicates (part INT, row_number INT, of_part INT, of_row INT, same BOOLEAN)")
+    if config.duplicates is not None and (config.duplicates.exact or config.duplicates.near):
+        _find_duplicates(connection, config.duplicates)
+    _move_small_buckets(connection, config, {name for one in earlier for name in one.places})
+    _join_decisions(connection)
+    return conditions
 
 
 _SPLIT = f"CASE WHEN is_validation THEN '{VALIDATION}' ELSE '{TRAIN}' END"
@@ -459,8 +482,7 @@ def _move_small_buckets(
     add_table(connection, "moves", pa.table(moves, schema=schema))
 
 
-def _decide(connection: "duckdb.DuckDBPyConnection") -> None:
-    """Make the table `decided` of the images of this generation."""
+def _join_decisions(connection: "duckdb.DuckDBPyConnection") -> None:
     connection.execute(f"""CREATE TABLE decided AS
         SELECT images.part, images.row_number, bytes, is_validation, "order", of_part, of_row,
             CASE WHEN duplicates.part IS NOT NULL THEN CASE WHEN same THEN '{Reason.DUPLICATE.value}'

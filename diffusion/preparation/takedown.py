@@ -113,6 +113,7 @@ def take_down(
     erase: bool = False,
     copies: bool = False,
     near: bool = False,
+    is_claimed: bool = False,
 ) -> Takedown:
     """Remove samples of a finished data set and of those that were made from it; what was removed before stays so.
 
@@ -123,17 +124,20 @@ def take_down(
         erase: erase what is marked, at this time or before, from all files. Otherwise it is only marked.
         copies: remove the copies of removed images, too, which the metadata of prepared data show.
         near: also reject, and count as copies, images whose perceptual hash is near to that of one with these keys.
+        is_claimed: the caller has claimed the data sets.
 
     Raises:
         DataError: one is no finished data set, or is damaged.
         MachineError: another process is writing there, or it cannot be written to.
     """
     kinds = {uri: _kind_of(uri) for uri in (dataset, *derived)}
+    kinds = dict(sorted(kinds.items(), key=lambda one: one[1] == data_set.ENCODED))  # Prepared data shows copies.
     requested, found, copied = set(keys), set[str](), set[str]()
+    earlier = dict[int, str]()
     hashes = Removed(map(removal_hash, requested))
     work: list[Callable[[], int]] = []
     with ExitStack() as claims:
-        for uri, kind in kinds.items():  # All, before anything is written.
+        for uri, kind in () if is_claimed else kinds.items():  # All, before anything is written.
             claims.enter_context(claim(uri, kind))
         for uri, kind in kinds.items():
             if kind == data_set.ENCODED and (erase or not hashes <= Removed.read(uri)):
@@ -151,9 +155,11 @@ def take_down(
                     rows |= copy_rows
                     samples += copy_samples
                 work.append(partial(data.reject, rows, erase=erase))
+                if erase and len(kinds) > 1:
+                    earlier |= {row["key_hash"]: row["key"] for row in _find_removed(uri).values()}
             else:
                 encoded = _Encoded(uri)
-                samples = encoded.find(requested)
+                samples = encoded.find(earlier | {key_hash(key): key for key in requested})
                 if erase:
                     work.append(encoded.erase)
             add_marks(uri, data_set.REMOVED_SAMPLES, ((sample.folder, [sample.index]) for sample in samples))
@@ -236,7 +242,8 @@ class _Prepared:
     def _erase(self, rows: _Rows) -> int:
         uri = self._uri
         _erase_examples(uri, rows)
-        clear_folders(uri, data_set.REREAD)  # Left by a killed comparison.
+        # Left by a killed comparison; and selections whose examples may name the images.
+        clear_folders(uri, data_set.REREAD, data_set.PACKED)
         _erase_listings(uri)
         has_report = storage.exists(storage.join(uri, data_set.REPORT_PAGE))
         storage.delete(storage.join(uri, name) for name in (data_set.REPORT_PAGE, data_set.REPORT_NUMBERS))
@@ -258,7 +265,7 @@ class _Prepared:
         return tasks
 
 
-_KNOWN = ("key", "xxh128", "phash", "reason")
+_KNOWN = ("key", "key_hash", "xxh128", "phash", "reason")
 
 
 def _find_keys(dataset: str, keys: Collection[str], *, marked: bool = False) -> _Rows:
@@ -276,6 +283,11 @@ def _find_keys(dataset: str, keys: Collection[str], *, marked: bool = False) -> 
         for number, row in _find_rows(dataset, ["key_hash", "reason"], matches).items()
         if row["key"] in keys or (marked and row["key"] and row["reason"] == Reason.REMOVED.value)
     }
+
+
+def _find_removed(dataset: str) -> _Rows:
+    """Find all images that are removed, erased or not."""
+    return _find_rows(dataset, ["reason"], lambda table: np.array(table["reason"]) == Reason.REMOVED.value)
 
 
 def _find_copies(dataset: str, removed: Removed, known: _Rows) -> _Rows:
@@ -424,16 +436,15 @@ class _Encoded:
         folders = [f"{split}/{bucket}" for split, buckets in counts.items() for bucket in buckets]
         self._shards = {folder: read_shards(storage.join(uri, folder)) for folder in folders}
 
-    def find(self, keys: Collection[str]) -> list[_Sample]:
+    def find(self, keys: Mapping[int, str]) -> list[_Sample]:
         """Find samples by the hashes of their keys."""
-        hashes = {key_hash(key): key for key in keys}
-        wanted = pa.array(list(hashes), pa.uint64())
+        wanted = pa.array(list(keys), pa.uint64())
         samples = []
         for folder, shards in self._shards.items() if keys else ():
             found = storage.concurrent_map(partial(read_key_hashes, self._uri, folder), shards)
             for (first, *_), known in zip(shards_with_indices(shards), found, strict=True):
                 numbers = np.flatnonzero(pc.is_in(known, wanted))  # pyright: ignore[reportAttributeAccessIssue]
-                samples += [_Sample(hashes[known[number].as_py()], folder, first + int(number)) for number in numbers]
+                samples += [_Sample(keys[known[number].as_py()], folder, first + int(number)) for number in numbers]
         return samples
 
     def erase(self) -> int:

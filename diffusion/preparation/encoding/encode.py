@@ -89,7 +89,7 @@ def encode(
         The manifests that were written, in the order of the resolutions.
 
     Raises:
-        ConfigurationError: A resolution does not fit the VAE, or `out` is `prepared`.
+        ConfigurationError: A resolution does not fit the VAE, or `out` and `prepared` lie in one another.
         DataError: `prepared` is not prepared data or is damaged; `out` holds something else; too many images cannot
             be decoded.
         MachineError: `out` cannot be written to, or another process writes there; a worker died.

@@ -8,7 +8,7 @@ finished data set was made from: prepared data that has grown is encoded from th
 import hashlib
 import itertools
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from diffusion import storage
@@ -18,8 +18,10 @@ from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
 from diffusion.formats import data_set
 from diffusion.formats.data_set import add_marks, delete_unnamed
-from diffusion.formats.shards import Shard, check_files, read_shards, write_index
+from diffusion.formats.shards import SampleDecoder, Shard, check_files, read_shard, read_shards, write_index
+from diffusion.preparation.metadata import key_hash
 from diffusion.preparation.output import check_empty, clear_folders
+from diffusion.preparation.positions import read_key_hashes
 from diffusion.preparation.removed import Removed
 from diffusion.storage import MissingFileError, join, shown
 
@@ -185,15 +187,29 @@ class Output:
         """Reject prepared data that is not what the data set was made from; removed samples are no difference."""
         for name, records in self.known.items():
             there = self.folders.get(name, [])
-            same = len(there) >= len(records) and all(
-                known.source == shard_identity(shard) or (known.samples == shard.num_samples and _is_rewritten(shard))
-                for known, shard in zip(records, there, strict=False)
-            )
+            same = len(there) >= len(records)
+            for i, (known, shard) in enumerate(zip(records, there, strict=False)):
+                identity = shard_identity(shard)
+                same = same and (known.source == identity or _is_rewritten(shard))
+                is_last = i == len(records) - 1
+                # The keys are read of a rewritten shard, once, and where there are no hashes of a folder's last one.
+                if same and (known.source != identity or (is_last and not shard.raw.hashes)):
+                    same = self._has_same_keys(join(prepared, name), name, known, shard)
+                records[i] = replace(known, source=identity)
             if not same:
                 raise DataError(
                     f"{shown(self.uri)} was encoded from other data than {shown(prepared)}/{name} holds now: choose "
                     "another folder, or delete this one"
                 )
+
+    def _has_same_keys(self, prepared: str, name: str, known: ShardRecord, shard: Shard) -> bool:
+        """Compare the keys of a prepared shard with those that it was encoded with, but for erased samples."""
+        hashes = [one for part in known.shards for one in read_key_hashes(self.uri, name, part).to_pylist()]
+        decode = SampleDecoder(shard.format, ["key"])
+        keys = [decode(sample)["key"] for sample in read_shard(prepared, shard)]
+        return len(keys) == len(hashes) and all(
+            not key or one in (None, key_hash(key)) for key, one in zip(keys, hashes, strict=True)
+        )
 
     def _read_records(self) -> dict[str, list[ShardRecord | None]]:
         """Read the records of shards that are what the prepared data holds now; one that is not whole is none."""

@@ -15,6 +15,7 @@ from diffusion.formats.data_set import MANIFEST, PreparedManifest
 from diffusion.formats.shards import Shard, read_index, read_shards
 from diffusion.preparation.encoding.models import EncodingModels
 from diffusion.preparation.encoding.output import Output, Target
+from diffusion.preparation.output import resolved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +77,10 @@ def plan_outputs(
     """Decide which data sets are written: one in `out`, or one in `out/<resolution>` of several.
 
     Raises:
-        ConfigurationError: A resolution is missing, given twice, or does not fit the VAE; or `out` is `prepared`.
+        ConfigurationError: A resolution is missing, given twice, or does not fit the VAE; or one of the folders lies in
+            the other.
         DataError: `prepared` is not prepared data, is damaged, or has no images that are large enough.
     """
-    if out.rstrip("/") == prepared.rstrip("/"):
-        raise ConfigurationError(f"{storage.shown(out)} is the prepared data: choose another folder to write")
     if len(set(resolutions)) != len(resolutions):
         raise ConfigurationError(f"--resolution {' '.join(map(str, resolutions))}: give each once")
     for resolution in resolutions:
@@ -93,6 +93,13 @@ def plan_outputs(
         raise ConfigurationError(f"--resolution is missing: the images of {squares[0]} are cut to squares of it")
     outputs = []
     for resolution in resolutions or [None]:
+        uri = storage.join(out, str(resolution)) if len(resolutions) > 1 else out
+        here, there = f"{resolved(uri)}/", f"{resolved(prepared)}/"
+        if here.startswith(there) or there.startswith(here):
+            raise ConfigurationError(
+                f"{storage.shown(uri)} and the prepared data {storage.shown(prepared)} lie in one another: choose "
+                "another folder to write"
+            )
         chosen = {name for name in names if named_size(name) or (resolution and lowest_side(name) >= resolution)}
         if not chosen:
             raise DataError(
@@ -124,6 +131,5 @@ def plan_outputs(
             counts=counts,
             sizes=sizes,
         )
-        uri = storage.join(out, str(resolution)) if len(resolutions) > 1 else out
         outputs.append(Output(uri=uri, manifest=manifest, folders=shards))
     return outputs

@@ -1,6 +1,7 @@
 """Base of the sources: files below a folder, comparison with earlier scans, limits of an image."""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -271,6 +272,15 @@ def _excess(record: Record, limits: LimitsConfig) -> str:
     return ""
 
 
+REVISION = r"(shard\.\d+\.\d+)\.r\d+(\.mds)"
+"""Pattern of the name of a shard of `prepare` from which samples were erased."""
+
+
+def unrevised(file: str) -> str:
+    """Return the name that a shard of `prepare` had before samples were erased; other names as they are."""
+    return re.sub(REVISION, r"\1\2", file)
+
+
 def compare(found: Sequence[Partition], known: Sequence[str], only: Mapping[str, str] | None) -> Partitions:
     """Compare the partitions of a source, one or more for each file, with the metadata of earlier scans."""
     versions: dict[str, str] = {}
@@ -279,7 +289,8 @@ def compare(found: Sequence[Partition], known: Sequence[str], only: Mapping[str,
 
         with duckdb.connect() as database:
             query = "SELECT file, max(version) FROM read_parquet(?, hive_partitioning = false) GROUP BY file"
-            versions = dict(database.execute(query, [list(known)]).fetchall())
+            rows = database.execute(query, [list(known)]).fetchall()
+            versions = {unrevised(file): version for file, version in rows}
     read = {file: version for file, version in versions.items() if version}  # One that cannot be read has no version.
     return Partitions(
         new=[

@@ -30,7 +30,7 @@ from diffusion.preparation.records import (
     key_of,
     make_record,
 )
-from diffusion.preparation.sources.base import Source, compare
+from diffusion.preparation.sources.base import Source, compare, unrevised
 from diffusion.preparation.sources.reading import (
     UnfitFileError,
     file_of,
@@ -67,8 +67,9 @@ class MDSSource(Source):
     Images of the encodings bytes, jpeg and png come as they were written; of pil, which is no image file, as lossless
     PNG or TIFF. Captions are text or JSON: a text or a list of texts. Texts, numbers and JSON of the other columns are
     metadata; pickled ones are never read. Of a data set that `prepare` wrote, the keys are kept, `metadata` is spread
-    out, and samples that were removed from it are rejected. Each sample that the index promises and that cannot be cut
-    out is a rejection. The rest of a key is the key in a prepared data set, else folder, `#` and number.
+    out, removed samples are rejected, and partitions keep their names when samples are erased. Each sample that the
+    index promises and that cannot be cut out is a rejection. The rest of a key is the key in a prepared data set, else
+    folder, `#` and number.
     """
 
     prepared: str | None = None
@@ -127,9 +128,9 @@ class MDSSource(Source):
             start, stop = stop, stop + shard["samples"]
             if start == stop:
                 continue
-            name = f"{folder}/{basename}".lstrip("/")
+            name, stored = (f"{folder}/{one}".lstrip("/") for one in (basename, stored_file(shard)["basename"]))
             gone = removed[bisect_left(removed, start) : bisect_left(removed, stop)]
-            state = json.dumps([shard, gone, versions.get(name)], sort_keys=True).encode()
+            state = json.dumps([shard, gone, versions.get(stored)], sort_keys=True).encode()
             version = hashlib.blake2b(state, digest_size=16).hexdigest()
             yield Partition(file=file_of(name), start=start, stop=stop, version=version,
                             num_bytes=stored_file(shard)["bytes"], num_records=shard["samples"])  # fmt: skip
@@ -146,10 +147,12 @@ class MDSSource(Source):
             if isinstance(values, UnfitFileError):
                 yield Rejected(f"{self.prefix(partition.file)}#{number}", values.reason, location, values.detail)
                 continue
-            if self.prepared is not None:
-                key = f"{self.name}/{key_of(decode_text(values['key']))}"
-            else:
+            if self.prepared is None:
                 key = f"{self.prefix(file_of(folder))}#{index}"
+            elif values["key"]:
+                key = f"{self.name}/{key_of(decode_text(values['key']))}"
+            else:  # The sample is erased.
+                key = f"{self.prefix(partition.file)}#{number}"
             if index in removed:
                 detail = f"removed from {printable(shown(self.prepared or ''))}"
                 yield Rejected(key, Reason.REMOVED, location, detail)
@@ -167,7 +170,7 @@ class MDSSource(Source):
     def _shard(self, partition: Partition) -> dict[str, Any]:
         """Return what the index says of the shard of a partition."""
         folder, _, basename = name_of(partition.file).rpartition("/")
-        shard = self._shards(folder).get(basename)
+        shard = self._shards(folder).get(unrevised(basename))
         if shard is None:
             raise OutdatedError(f"{self.path}: the index no longer names {printable(basename)}; restore it, or prepare "
                                 "again with --overwrite")  # fmt: skip
@@ -181,7 +184,8 @@ class MDSSource(Source):
         decode = SampleDecoder(ShardFormat(names, ("bytes",) * len(names), tuple(shard["column_sizes"])))
         limit = self.image_limit() + self.text_limit() + 16 * self.row_limit()
         try:
-            with self._opened(partition.file, shard) as file:
+            folder = name_of(partition.file).rpartition("/")[0]
+            with self._opened(file_of(f"{folder}/{stored_file(shard)['basename']}".lstrip("/")), shard) as file:
                 offsets, end = _offsets(file, shard, partition.num_bytes)
                 for number in numbers:
                     try:
@@ -300,11 +304,11 @@ def _parsed(uri: str, version: str) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=16)
 def _shards_of(uri: str, version: str) -> Mapping[str, dict[str, Any]]:
-    """Return the entries of an index by the names of their shards; a DataError if there is none, or a damaged one."""
+    """Return the entries of an index by their unrevised names; a DataError if it is missing or damaged."""
     where = printable(shown(uri))
     try:
         shards = list(_parsed(uri, version)["shards"])
-        named = {stored_file(one)["basename"]: one for one in shards}
+        named = {unrevised(stored_file(one)["basename"]): one for one in shards}
         for one in shards:
             _ = stored_file(one)["bytes"], one["raw_data"]["bytes"]
             _ = [one[name] for name in ("format", "column_names", "column_encodings", "column_sizes")]

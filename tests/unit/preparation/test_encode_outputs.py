@@ -227,6 +227,38 @@ def test_what_prepared_data_grew_by_is_added(tmp_path: Path) -> None:
         run(prepared, out)
 
 
+@pytest.mark.parametrize("kind", ["rewritten", "without hashes"])
+def test_other_samples_in_shards_of_the_same_size_are_other_data(tmp_path: Path, kind: str) -> None:
+    prepared, out = tmp_path / "prepared", tmp_path / "out"
+    image = prepared_sample("source", 0)
+    samples = [image, {**image, "key": "source/1"}]
+    for listed in (samples, samples[::-1]):
+        shutil.rmtree(prepared, ignore_errors=True)
+        append_prepared(prepared / "train/32-64", listed, per_shard=2)
+        if kind == "without hashes":
+            index = prepared / "train/32-64/index.json"
+            content = json.loads(index.read_text())
+            content["shards"][0]["raw_data"]["hashes"] = {}
+            write_json(index, content)
+            write_prepared_manifest(prepared)
+        elif listed is not samples:
+            erase(prepared, 0)
+        if listed is samples:
+            run(prepared, out)
+            run(prepared, out)
+    with pytest.raises(DataError, match="train/32-64"):
+        run(prepared, out)
+
+
+@pytest.mark.parametrize(("prepared", "out"), [("data", "data/train/latents"), ("data/prepared", "data")])
+def test_folders_within_one_another(tmp_path: Path, prepared: str, out: str) -> None:
+    grow(tmp_path / prepared, 0, 3)
+    before = digests(tmp_path)
+    with pytest.raises(ConfigurationError, match=out):
+        run(tmp_path / prepared, tmp_path / out)
+    assert digests(tmp_path) == before
+
+
 def test_images_of_another_conversion_are_another_encoding(tmp_path: Path) -> None:
     prepared, out = tmp_path / "prepared", tmp_path / "out"
     grow(prepared, 0, 6)

@@ -85,6 +85,15 @@ def test_words_and_case_are_those_of_unicode(caption):
     assert rejection(sample("étés", "été_", "9été"), keywords=["été"]) is None
 
 
+def test_words_are_the_same_in_each_unicode_form():
+    composed, decomposed = "été", "e\u0301te\u0301"
+    for word, text in ((composed, decomposed), (decomposed, composed)):
+        assert rejection(sample(f"un {text}"), keywords=[word])[0] == "keyword"
+        assert rejection(sample(title=text), keywords=[word], keyword_columns=["title"])[0] == "keyword"
+        assert rejection(sample(license=text), licences=[word]) is None
+    assert rejection(sample("q\u0301", "की"), keywords=["q", "क"]) is None, "marks belong to their word"
+
+
 def test_white_space_is_that_of_unicode():
     assert rejection(sample("a\u3000b\xa0c\x85d\u2028e"), max_caption_words=4) == ("caption_words", "5 words > 4")
     assert rejection(sample("stock\xa0photo"), keywords=["stock photo"])[0] == "keyword"

@@ -13,6 +13,7 @@ from diffusion import storage
 from diffusion.errors import DataError
 from diffusion.formats.data_set import PreparedManifest
 from diffusion.preparation.config import DuplicatesConfig
+from diffusion.preparation.layout import SCHEMA
 from diffusion.preparation.metadata import MetadataDatabase
 from diffusion.preparation.takedown import take_down
 from tests.tools.image_files import noise, sample, tree, write_folder, write_tar
@@ -261,6 +262,28 @@ def test_a_removed_image_may_be_gone(tmp_path, erase):
     (source / "0001.png").unlink()
     write_folder(source, 2, start=50)
     assert prepare([source], out, **OPTIONS).kept == 8
+
+
+@pytest.mark.parametrize("erased_before", [False, True])
+def test_data_of_prepared_data_from_which_samples_are_erased_grows(tmp_path, erased_before):
+    source, first, second = tmp_path / "set", tmp_path / "first", tmp_path / "second"
+    write_folder(source, 6)
+    prepare([source], first, edges=[16])
+    if erased_before:
+        take_down(str(first), {"set/0000.png"}, erase=True)
+    before = prepare([first], second, edges=[16]).kept
+    if erased_before:  # Earlier versions have stored the name of the rewritten shard.
+        old, new = "shard.00000.00000.mds", "shard.00000.00000.r1.mds"
+        (second / "scan.json").write_text((second / "scan.json").read_text().replace(old, new))
+        for path in (second / "metadata").iterdir():
+            rows = [row | {"file": row["file"].replace(old, new)} for row in pq.read_table(path).to_pylist()]
+            pq.write_table(pa.Table.from_pylist(rows, SCHEMA), path)
+    take_down(str(first), {"set/0001.png", "set/0002.png"}, erase=True)
+    write_folder(source, 2, start=50)
+    prepare([source], first, edges=[16])
+    grown = prepare([first], second, edges=[16])
+    assert [one.kept for one in grown.generations] == [before, 2]
+    assert prepare([first], second, edges=[16]) == grown
 
 
 def test_a_table_that_was_touched_after_a_copy_was_taken_down(tmp_path):

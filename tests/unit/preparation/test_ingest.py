@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,6 +11,7 @@ import pytest
 from streaming import MDSWriter
 
 from diffusion import storage
+from diffusion.config.loading import from_dict
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.formats.data_set import PreparedManifest
 from diffusion.preparation import ingest
@@ -17,10 +19,12 @@ from diffusion.preparation.config import CaptionerConfig, PrepareConfig
 from diffusion.preparation.ingest import Ingestion, find_failing, find_missing, list_arrivals
 from diffusion.preparation.notifications import Message, Queue, parse_event
 from diffusion.preparation.scan import open_configured
+from diffusion.preparation.score import score
 from diffusion.preparation.sources.base import size_of_partitions
 from diffusion.preparation.sources.folder import FolderSource
 from diffusion.preparation.sources.parquet import ParquetSource
 from diffusion.preparation.takedown import take_down
+from tests.tools.chat_server import MODEL, chat_server
 from tests.tools.image_files import noise, sample, tree, write_folder, write_tar
 from tests.tools.preparing import prepare
 from tests.tools.scored_data import CALLS
@@ -349,6 +353,46 @@ def test_a_full_disk_discards_no_captions(tmp_path, monkeypatch, denied, full):
     assert PreparedManifest.read(str(out)).kept == 6
     assert sum(map(len, CALLS)) == 6
     assert dead_letters(out) == []
+
+
+def test_other_settings_discard_no_growth(tmp_path, monkeypatch):
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 3)
+    ingestion_of(source, out).grow()
+    write_folder(source, 3, start=10)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("diffusion.preparation.prepare.write", Mock(side_effect=KeyboardInterrupt))
+        ingestion_of(source, out).grow()
+    before = tree(out)
+    write_folder(source, 3, start=20)
+    for attempt in ("complete", "grow"):
+        ingestion = ingestion_of(source, out)
+        ingestion._config.seed = 5
+        with pytest.raises(DataError, match="seed"):
+            getattr(ingestion, attempt)()
+    assert tree(out) == before
+
+
+@pytest.mark.usefixtures("denied")
+def test_a_growth_that_is_begun_again_asks_no_server_again(tmp_path, monkeypatch):
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 3)
+
+    def score_and_delete(*arguments, **options):
+        score(*arguments, **options)
+        (source / "0012.png").unlink(missing_ok=True)
+
+    with chat_server() as server:
+        ingestion = ingestion_of(source, out)
+        chat = {"model": MODEL, "server": {"url": server.url}}
+        ingestion._config.captioner = from_dict(CaptionerConfig, {"chat": chat}, "test")
+        ingestion.grow()
+        write_folder(source, 3, start=10)
+        monkeypatch.setattr("diffusion.preparation.prepare.score", score_and_delete)
+        ingestion.grow()
+    manifest = PreparedManifest.read(str(out))
+    assert [one.kept for one in manifest.generations] == [3, 2]
+    assert set(server.asked.values()) == {1}
 
 
 def write_table(path, column, seed):

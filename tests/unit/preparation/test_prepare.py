@@ -347,6 +347,17 @@ def test_removed_keys_never_enter(tmp_path):
         assert (grown.kept, grown.rejected["removed"].count) == (13, 2)
 
 
+def test_copies_of_removed_keys_are_named(tmp_path, caplog):
+    write_folder(tmp_path / "set", 4)
+    shutil.copy(tmp_path / "set" / "0001.png", tmp_path / "set" / "copy.png")
+    (tmp_path / "set" / "copy.txt").write_text("a copy")
+    removed = tmp_path / "removed.txt"
+    removed.write_text("set/0001.png\n")
+    prepare([tmp_path / "set"], tmp_path / "out", edges=[16])
+    prepare([tmp_path / "set"], tmp_path / "out", edges=[16], removed=removed)
+    assert "set/copy.png" in caplog.text
+
+
 @pytest.mark.parametrize("before", [STAGES[:1], STAGES[:3], STAGES])
 def test_keys_that_are_removed_after_the_scan(tmp_path, before):
     """In an unfinished data set, and in one that is replaced."""
@@ -372,6 +383,12 @@ def test_a_mistake_in_a_condition_removes_nothing(tmp_path):
     for where, error in (("widht > 5", ConfigurationError), ("sharpness > 1e9", NothingKeptError)):
         with pytest.raises(error):
             prepare([tmp_path / "set"], tmp_path / "out", edges=[16], where=where, overwrite=True)
+    few = BucketsConfig(sizes=["32x32"], min_samples=1000)
+    with pytest.raises(NothingKeptError, match="min_samples"):
+        prepare([tmp_path / "set"], tmp_path / "out", buckets=few, overwrite=True)
+    scorers = [ScorerConfig(path=f"{__name__}.Keyed", column="x")]
+    with pytest.raises(DataError, match="scores/x"):
+        prepare([tmp_path / "set"], tmp_path / "out", edges=[16], scorers=scorers, stages=("select",), overwrite=True)
     assert tree(tmp_path / "out") == before
 
 
@@ -511,6 +528,33 @@ def test_a_clearing_that_was_stopped(tmp_path, monkeypatch):
         patch.setattr(output, "clear_folders", stop)
         prepare([tmp_path / "b"], out, edges=[16], overwrite=True)
     assert [one.name for one in prepare([tmp_path / "b"], out, edges=[16], overwrite=True).sources] == ["b"]
+
+
+def test_no_mark_outlives_its_sample(tmp_path, monkeypatch):
+    write_folder(tmp_path / "set", 4)
+    out = tmp_path / "out"
+    prepare([tmp_path / "set"], out, edges=[16])
+    take_down(str(out), {"set/0001.png"})
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(output, "clear_folders", Mock(side_effect=KeyboardInterrupt))
+        prepare([tmp_path / "set"], out, edges=[16], overwrite=True)
+    assert prepare([tmp_path / "set"], out, edges=[16]).kept == 3
+    assert not (out / "withdrawn.json").exists()
+
+
+def test_data_that_another_process_finishes_meanwhile_is_not_replaced(tmp_path, monkeypatch):
+    write_folder(tmp_path / "set", 4)
+    out = tmp_path / "out"
+
+    def wait(*arguments):
+        monkeypatch.undo()
+        prepare([tmp_path / "set"], out, edges=[16], seed=1)
+        return output.claim(*arguments)
+
+    monkeypatch.setattr("diffusion.preparation.prepare.claim", wait)
+    with pytest.raises(DataError, match="seed"):
+        prepare([tmp_path / "set"], out, edges=[16], seed=2)
+    assert PreparedManifest.read(out).settings["seed"] == 1
 
 
 def test_a_folder_whose_listing_fails(tmp_path, monkeypatch):

@@ -341,6 +341,55 @@ def test_copies_of_removed_images_stay_out(tmp_path, near):
     assert (anew.kept, anew.rejected["removed"].count) == (4, 3)
 
 
+def write_latents(root, prepared):
+    """Write encoded data with the keys of prepared data, which are returned."""
+    keys = [one["key"] for one in read_samples(prepared)["train/16-up"]]
+    samples = [encoded_sample("x", i) | {"key": key} for i, key in enumerate(keys)]
+    write_mds(root / "train/16-up", {"latent_mean": "ndarray:float16:4,4,4"} | TEXT, samples)
+    write_json(root / "manifest.json", {"kind": "encoded", "counts": {"train": {"16-up": len(keys)}}})
+    return keys
+
+
+@pytest.mark.parametrize("erased", [False, True])
+def test_latents_of_what_was_removed_before_are_erased(tmp_path, erased):
+    """Of what was marked or erased in the prepared data alone."""
+    write_folder(tmp_path / "set", 5)
+    out, latents = tmp_path / "out", tmp_path / "latents"
+    prepare([tmp_path / "set"], out, edges=[16])
+    keys = write_latents(latents, out)
+    take_down(str(out), {"set/0001.png"}, erase=erased)
+    take_down(str(out), {"set/0002.png"}, derived=[str(latents)], erase=True)
+    left = [one["key"] for one in read_samples(latents)["train/16-up"]]
+    assert left == ["" if key in ("set/0001.png", "set/0002.png") else key for key in keys]
+
+
+def test_latents_of_copies_are_removed_in_any_order_of_the_folders(tmp_path):
+    source, out, latents = tmp_path / "set", tmp_path / "out", tmp_path / "latents"
+    write_folder(source, 4)
+    (source / "copy.png").write_bytes((source / "0001.png").read_bytes())
+    (source / "copy.txt").write_text("a copy")
+    prepare([source], out, edges=[16])
+    keys = write_latents(latents, out)
+    found = take_down(str(latents), {"set/0001.png"}, derived=[str(out)], copies=True)
+    expected = [i for i, key in enumerate(keys) if key in ("set/0001.png", "set/copy.png")]
+    assert (found.marks, found.copies) == ({"train/16-up": expected}, [])
+
+
+def test_a_marked_image_is_erased_from_the_selections_of_a_growth(tmp_path):
+    source, out = tmp_path / "set", tmp_path / "out"
+    options = {"edges": [16], "duplicates": DuplicatesConfig()}
+    write_folder(source, 4)
+    (source / "copy.png").write_bytes((source / "0001.png").read_bytes())
+    (source / "copy.txt").write_text("a copy")
+    [example] = prepare([source], out, **options).rejected["duplicate"].examples
+    kept = example.detail.removeprefix("of ")
+    take_down(str(out), {kept})
+    write_folder(source, 2, start=50)
+    prepare([source], out, **options)
+    take_down(str(out), set(), erase=True)
+    assert files_with(out, kept.encode()) == set()
+
+
 @pytest.mark.parametrize("copies", [False, True])
 def test_copies_in_the_data_are_listed_or_removed(tmp_path, monkeypatch, copies):
     """In what was encoded of it, too, and after a takedown that was stopped."""
@@ -351,11 +400,7 @@ def test_copies_in_the_data_are_listed_or_removed(tmp_path, monkeypatch, copies)
         (source / f"{name}.txt").write_text("a copy")
     (source / "0001.png").write_bytes(noise(37, 33, 1))
     prepare([source], out, edges=[16])
-    keys = [one["key"] for one in read_samples(out)["train/16-up"]]
-    samples = [encoded_sample("x", i) | {"key": key} for i, key in enumerate(keys)]
-    write_mds(tmp_path / "latents/train/16-up", {"latent_mean": "ndarray:float16:4,4,4"} | TEXT, samples)
-    counts = {"train": {"16-up": len(keys)}}
-    write_json(tmp_path / "latents/manifest.json", {"kind": "encoded", "counts": counts})
+    keys = write_latents(tmp_path / "latents", out)
     derived = str(tmp_path / "latents")
     with monkeypatch.context() as patch, pytest.raises(StopError):
         patch.setattr(takedown._Encoded, "erase", stop)  # pyright: ignore[reportPrivateUsage]
