@@ -145,16 +145,19 @@ def check_location(location: StreamLocation) -> None:
         ConfigurationError: the cache is an original.
         DataError: the stream is missing or unfinished.
     """
-    if location.remote is not None:
-        split = Path(location.local).resolve().parent
-        if split.name in SPLITS and any((split.parent / name).exists() for name in (MANIFEST, SCAN, WORK)):
-            raise ConfigurationError(
-                f"{location.local} belongs to the data set {split.parent}, and as the cache of "
-                f"{shown(location.remote)} would be overwritten. Set another {location.section}.local, or remove "
-                f"{location.section}.remote to read what is there"
-            )
-    if is_url(location.source):
-        return
+    if not is_url(location.source):
+        _check_folder(location)
+    split = Path(location.local).resolve().parent
+    is_original = split.name in SPLITS and any((split.parent / name).exists() for name in (MANIFEST, SCAN, WORK))
+    if location.remote is not None and is_original:
+        raise ConfigurationError(
+            f"{location.local} belongs to the data set {split.parent}, and as the cache of {shown(location.remote)} "
+            f"would be overwritten. Set another {location.section}.local, or remove {location.section}.remote to read "
+            "what is there"
+        )
+
+
+def _check_folder(location: StreamLocation) -> None:
     folder, section = Path(location.source).absolute(), location.section
     if not (folder / INDEX).is_file():
         neighbours = sorted(path.parent.name for path in folder.parent.glob(f"*/{INDEX}"))
