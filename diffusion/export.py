@@ -36,7 +36,7 @@ from diffusion.loading import OTHER_PATHS, Trained, read_trained
 from diffusion.models.architectures import ARCHITECTURES, build_network
 from diffusion.models.ingredients import find_ingredients
 from diffusion.models.ingredients.lora import has_lora, kohya_layout, write_lora
-from diffusion.models.latents import LatentScaling, fold_scaling
+from diffusion.models.latents import LatentScaling, fold_scaling, latent_space
 from diffusion.models.ldm_layout import single_file, unet_names
 from diffusion.models.model_folders import hub_unavailable_reason
 from diffusion.models.networks import Network
@@ -126,12 +126,13 @@ def export(
     component = ARCHITECTURES[config.model.architecture].component
     if config.task is not Task.diffusion:
         raise ConfigurationError(f"{path} is a run of {config.task.value}, whose result is exported already: RUN/vae")
-    unnamed = ["a transformer"] if component != "unet" else []
-    unnamed += [one.name_in_exports for one in find_ingredients(config.model) if one.name_in_exports]
-    unnamed += ["a language model"] if config.model.text_encoder.path is not None else []
-    if layout is not ExportLayout.diffusers and unnamed:
+    unnamed = [one.name_in_exports for one in find_ingredients(config.model) if one.name_in_exports]
+    if layout is not ExportLayout.diffusers:
+        unnamed += ["a transformer"] if component != "unet" else []
+        unnamed += ["a language model"] if config.model.text_encoder.path is not None else []
+    if out.suffix == ".safetensors" and unnamed:
         raise ConfigurationError(
-            f"{path} has {unnamed[0]}, for which {layout.value} has no names: use the diffusers layout"
+            f"{path} has {unnamed[0]}, for which one file in the layout {layout.value} has no names: export a folder"
         )
     if (lora_only or layout is ExportLayout.kohya) and not has_lora(trained.weights):
         raise ConfigurationError(f"{path} was trained without model.lora: export it as a whole")
@@ -213,11 +214,11 @@ def _parts(trained: Trained) -> tuple[Network, FrozenParts]:
         network = build_network(config.model)
     spec = ARCHITECTURES[config.model.architecture]
     network.load_state_dict(trained.part(spec.component), assign=True)
-    if spec.component == "unet":
-        network.register_to_config(sample_size=config.data.resolution // spec.vae_factor)
     with error_context(f"{trained.path} {OTHER_PATHS}"):
         frozen = load_frozen_parts(config.model)
     trained.check_parts(frozen.identities())
+    if spec.component == "unet":
+        network.register_to_config(sample_size=config.data.resolution // latent_space(frozen.vae).factor)
     return network, frozen
 
 
@@ -304,6 +305,9 @@ from diffusers import DiffusionPipeline
 pipeline = DiffusionPipeline.from_pretrained("FOLDER")
 image = pipeline("a prompt", guidance_scale=3.0).images[0]
 ```
+
+These are the images of `scripts/generate.py`, with DDIM for numbers of steps that divide 1000. Prompts with typographic
+quotes, full-width letters, ligatures or `&amp;` need `repair(prompt)` of `diffusion.models.tokenizers`.
 
 Where the run's VAE had a mean and standard deviation for each channel of its latents, they are folded into
 the `quant_conv` and `post_quant_conv` of this VAE, since the pipeline would ignore them.

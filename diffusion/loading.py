@@ -38,6 +38,8 @@ from diffusion.models.pretrained import (
     read_pipeline_network,
     read_safetensors,
 )
+from diffusion.models.prompt_encoder import read_text_adapter
+from diffusion.models.sampling import schedule_differences
 from diffusion.storage import is_url
 
 log = logging.getLogger(__name__)
@@ -178,7 +180,7 @@ def read_initial(config: Config, model: LatentDiffusion) -> dict[str, Tensor]:
     assert config.init_from is not None
     path = Path(config.init_from.checkpoint).expanduser()
     if is_pipeline(path):
-        return read_pipeline_network(path, model.network)
+        return read_pipeline_network(path, model.network) | read_text_adapter(path)
     if is_single_file(path):
         return read_single_file(path, model.network)
     checkpoint = resolve_checkpoint(config.init_from.checkpoint)
@@ -217,7 +219,7 @@ def used_weights(weights: dict[str, Tensor], config: ModelConfig, model: LatentD
 
 
 def check_objective(config: Config) -> None:
-    """Reject initial weights that were trained with another prediction type or zero-terminal SNR.
+    """Reject initial weights that were trained with another prediction type or noise schedule.
 
     Weights that are not on this machine, or do not say how they were trained, are not checked. The shift of a flow may
     change: what the network predicts at a noise level stays the same.
@@ -237,6 +239,11 @@ def check_objective(config: Config) -> None:
         if stored is None:
             return
         prediction, zero_snr = stored["prediction_type"], bool(stored.get("rescale_betas_zero_snr"))
+        if others := schedule_differences(stored):
+            raise ConfigurationError(
+                f"init_from.checkpoint: {start.checkpoint}: {'; '.join(others)}. Set init_from.new_objective=true if "
+                "this is intended"
+            )
     else:
         trained = load_config_of(resolve_checkpoint(start.checkpoint)).objective
         prediction, zero_snr = trained.prediction_type.value, trained.zero_terminal_snr

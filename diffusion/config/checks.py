@@ -141,6 +141,8 @@ def _random_parts(config: Config) -> Iterator[str]:
 def _tasks(config: Config) -> Iterator[str]:
     for section in config.model.ingredient_sections.values():
         yield from section.conflicts(config)
+    if config.task is Task.diffusion:
+        yield from _network(config)
     has_names = isinstance(config.data.streams, list) or config.plugins.train_dataset is None
     if config.validation is not None and config.validation.streams is None and not has_names:
         yield (
@@ -192,6 +194,25 @@ def _tasks(config: Config) -> Iterator[str]:
         yield (
             "task is autoencoder, whose latents are measured on data.streams after the training, also with "
             "plugins.train_dataset. Set data.local and data.streams."
+        )
+
+
+def _network(config: Config) -> Iterator[str]:
+    changes = config.model.network
+    if changes.get("dropout"):
+        yield (
+            f"model.network.dropout is {changes['dropout']}, and its draws would depend on ranks and microbatches. "
+            "Remove it."
+        )
+    for name in ("class_embed_type", "num_class_embeds"):
+        if changes.get(name) is not None:
+            yield f"model.network.{name} is {changes[name]}, and the data has no classes. Remove it."
+    stateful = [key for key in ("token_routing", "alignment") if key in config.model.ingredient_sections]
+    is_recomputed = config.model.architecture.is_transformer and config.trainer.activation_checkpointing
+    if stateful and is_recomputed and config.performance.compilation is Compilation.unet:
+        yield (
+            f"performance.compilation is unet with trainer.activation_checkpointing and model.{stateful[0]}, which "
+            "keeps hidden states between blocks. Set performance.compilation=blocks."
         )
 
 

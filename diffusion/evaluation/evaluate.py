@@ -289,8 +289,8 @@ def rank_device(device: Device) -> torch.device:
 
 def _protocol_record(task: GenerationTask, generator: Generator) -> dict[str, Any]:
     """Part of the protocols: all that the images depend on, without model and guidance scale, which are compared."""
-    # Another batch size changes rounding errors only.
-    excluded = ("model", "guidance_scale", "batch_size")
+    # Another batch size changes rounding errors only; the noise schedule is the model's.
+    excluded = ("model", "guidance_scale", "batch_size", "noise_schedule")
     record = {key: value for key, value in task.record(generator).items() if key not in excluded}
     return {"num": task.num_images, **record}
 

@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from tqdm.auto import tqdm
+from transformers import CLIPTokenizer
 
 from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of
@@ -34,8 +35,9 @@ from diffusion.models.conditioning import DualTextEncoder
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.model_folders import PIPELINE_INDEX, load_pretrained
 from diffusion.models.networks import patch_size_of
-from diffusion.models.pretrained import is_pipeline, module_identity, weights_identity
+from diffusion.models.pretrained import SCHEDULE_KEYS, is_pipeline, module_identity, weights_identity
 from diffusion.models.sampling import choose_sampler, inference_scheduler, training_scheduler
+from diffusion.models.tokenizers import repair
 from diffusion.randomness import Purpose, normal
 
 GENERATION = "generation.json"
@@ -195,20 +197,21 @@ class PipelineGenerator(Generator):
             "num_inference_steps": sampling.num_inference_steps,
             "guidance_scale": guidance_scale,
         }
-        latents = latents.to(self.pipeline.text_encoder.dtype)
+        latents, negative = latents.to(self.pipeline.text_encoder.dtype), sampling.negative_prompt
+        if isinstance(self.pipeline.tokenizer, CLIPTokenizer):
+            prompts, negative = [repair(prompt) for prompt in prompts], repair(negative)
         if self.is_prx:  # With guidance it takes one prompt at a time.
             options |= {"use_resolution_binning": False}
             if self.is_pixel:
                 latents = latents * self.pipeline.config.noise_scale
             else:
                 options |= {"skip_text_cleaning": True}
-            negative = sampling.negative_prompt
             images = [
                 self.pipeline(prompt, negative, latents=latents[i : i + 1], **options).images
                 for i, prompt in enumerate(prompts)
             ]
             return [image for [image] in images]
-        negatives = [sampling.negative_prompt] * len(prompts)
+        negatives = [negative] * len(prompts)
         return self.pipeline(list(prompts), negative_prompt=negatives, latents=latents, **options).images
 
 
@@ -298,11 +301,13 @@ class GenerationTask:
     def record(self, generator: Generator) -> dict[str, Any]:
         """Everything that the images depend on."""
         height, width = self.size(generator)
+        schedule = generator.noise_scheduler.config
         return {
             "model": generator.mark.version,
             "prompts": content_hash([prompt.text for prompt in self.prompts]),
             "images_per_prompt": self.sampling.images_per_prompt,
             "guidance_scale": self.guidance_scale,
+            "noise_schedule": {key: schedule[key] for key in (*SCHEDULE_KEYS, "shift") if key in schedule},
             "sampler": generator.sampler(self.sampling).value,
             "num_inference_steps": self.sampling.num_inference_steps,
             "seed": self.sampling.seed,
@@ -364,7 +369,8 @@ def _open_folder(folder: Path, record: dict[str, Any], replaces: bool) -> None:
     """Create the folder, or check that it is of this task."""
     found = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else None
     if found is not None and not (replaces and found["model"] != record["model"]):
-        if differing := difference(found, record):
+        # Earlier records have no noise schedule.
+        if differing := difference({"noise_schedule": record["noise_schedule"], **found}, record):
             listed = "; ".join(differing)
             raise ConfigurationError(f"{folder} has images of another task ({listed}): choose another output_folder")
         return

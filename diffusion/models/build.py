@@ -21,7 +21,6 @@ from diffusion.config.model import (
 from diffusion.errors import ConfigurationError
 from diffusion.models.architectures import (
     ARCHITECTURES,
-    NOISE_SCHEDULE,
     ArchitectureSpec,
     build_network,
     side_factor,
@@ -29,6 +28,7 @@ from diffusion.models.architectures import (
 )
 from diffusion.models.conditioning import text_width
 from diffusion.models.ingredients import find_ingredients
+from diffusion.models.ingredients.text_adapter import FOLDER as TEXT_ADAPTER
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.latents import VAE, latent_space
 from diffusion.models.ldm_layout import read_single_file
@@ -41,7 +41,7 @@ from diffusion.models.pretrained import (
     read_noise_schedule,
     read_pipeline_network,
 )
-from diffusion.models.sampling import build_noise_scheduler, whole_number
+from diffusion.models.sampling import build_noise_scheduler, schedule_differences, whole_number
 from diffusion.randomness import NUM_SEEDS
 
 log = logging.getLogger(__name__)
@@ -105,6 +105,8 @@ def _check_latents(config: ModelConfig, objective: ObjectiveConfig, vae: VAE, ne
             f"{start}: its latents have {space.channels} channels, the network expects "
             f"{network.config['in_channels']}. Set model.network.in_channels={space.channels} to train such a network"
         )
+    if (out_channels := network.config.get("out_channels", space.channels)) != space.channels:
+        raise ConfigurationError(f"model.network.out_channels is {out_channels}, not {space.channels}. Remove it")
     if component_name(network) == "unet" and not isinstance(vae, AutoencoderKL):
         raise ConfigurationError(
             f"{start} is an {type(vae).__name__}, which no pipeline of a U-Net decodes. Set "
@@ -186,6 +188,10 @@ def load_family(
         folder = Path(network).expanduser()
     elif network is not None:
         folder = network_folder(str(network), spec.component, local_files_only=local_files_only)
+        if (folder / TEXT_ADAPTER).is_dir():
+            raise ConfigurationError(
+                f"{folder} holds {TEXT_ADAPTER}/, which no family has. Load the run that it was exported from"
+            )
     requested = {"prediction_type": prediction_type, "rescale_betas_zero_snr": zero_terminal_snr}
     requested = {key: value for key, value in requested.items() if value is not None}
     config = ModelConfig(
@@ -285,12 +291,7 @@ def _objective(spec: ArchitectureSpec, folder: Path | None, requested: dict[str,
     choices = [one.value for one in PredictionType]
     if found["prediction_type"] not in choices:
         raise ConfigurationError(f"prediction_type {found['prediction_type']!r}: choose one of {', '.join(choices)}")
-    differing = [
-        f"{key} is {stored[key]} in the folder and {value} here"
-        for key, value in {"trained_betas": None, **NOISE_SCHEDULE, **requested}.items()
-        if stored.get(key, value) != value
-    ]
-    if differing:
+    if differing := schedule_differences(stored, **requested):
         raise ConfigurationError(
             f"{folder}/{SCHEDULER_CONFIG}: {'; '.join(differing)}. Use the family of its network without "
             "prediction_type and zero_terminal_snr"

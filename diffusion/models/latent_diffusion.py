@@ -198,7 +198,8 @@ class LatentDiffusion(nn.Module):
     @property
     def mark(self) -> Mark:
         """Origin of its images, with a hash of the weights as they are now."""
-        return Mark(model=self.name, version=weights_identity(self.network, self.vae, self.text_encoder))
+        others = [one.module for one in self.ingredients if one.module is not None and not one.serves_training_only]
+        return Mark(model=self.name, version=weights_identity(self.network, self.vae, self.text_encoder, *others))
 
     @property
     def vae_factor(self) -> int:

@@ -31,7 +31,6 @@ from diffusion.errors import ConfigurationError, DataError, error_context, first
 from diffusion.files import read_json
 from diffusion.models.architectures import (
     ARCHITECTURES,
-    FLOW_PREDICTION,
     ArchitectureSpec,
     build_random_vae,
     build_text_encoder,
@@ -41,6 +40,7 @@ from diffusion.models.conditioning import DualTextEncoder, TextEncoder
 from diffusion.models.latents import VAE, VAE_CLASSES, LatentScaling, fold_scaling, latent_space
 from diffusion.models.model_folders import PIPELINE_INDEX, load_pretrained, local_folder
 from diffusion.models.networks import Network, component_name
+from diffusion.models.sampling import flow_shift
 from diffusion.models.text_encoders import LanguageModel, read_language_model
 from diffusion.models.tokenizers import load_tokenizer, tokenize
 
@@ -48,10 +48,11 @@ SCHEDULER_CONFIG = "scheduler/scheduler_config.json"
 SCHEDULER_KEY = "scheduler"
 """Key of the same in the header of one file."""
 
-_SCHEDULE_KEYS = (
+SCHEDULE_KEYS = (
     *("prediction_type", "rescale_betas_zero_snr", "trained_betas"),
     *("num_train_timesteps", "beta_schedule", "beta_start", "beta_end"),
 )
+"""Keys of a scheduler's configuration that the noise schedule of DDPM depends on."""
 
 PRX_SCALING_FACTOR = 0.18215
 """Scaling factor of PRXPipeline for a VAE whose configuration has none."""
@@ -280,11 +281,9 @@ def read_noise_schedule(source: Path) -> dict[str, Any] | None:
     if stored is None:
         return None
     arguments = signature(DDIMScheduler).parameters
-    if stored.get("prediction_type") == FLOW_PREDICTION:
-        return {"prediction_type": PredictionType.flow.value, "shift": stored["flow_shift"]}
-    if stored.get("_class_name", "").startswith("FlowMatch"):
-        return {"prediction_type": PredictionType.flow.value, "shift": stored.get("shift", 1.0)}
-    return {key: stored.get(key, arguments[key].default) for key in _SCHEDULE_KEYS}
+    if (shift := flow_shift(stored)) is not None:
+        return {"prediction_type": PredictionType.flow.value, "shift": shift}
+    return {key: stored.get(key, arguments[key].default) for key in SCHEDULE_KEYS}
 
 
 def check_config(there: Any, here: Any, source: str, key: str) -> None:
@@ -431,9 +430,10 @@ def module_identity(module: nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
-def weights_identity(network: nn.Module, vae: nn.Module, text_encoder: nn.Module) -> str:
+def weights_identity(network: nn.Module, vae: nn.Module, text_encoder: nn.Module, *others: nn.Module) -> str:
     """Hash of the weights that images are generated with, 16 hexadecimal digits."""
-    return hashlib.sha256(" ".join(map(module_identity, (network, vae, text_encoder))).encode()).hexdigest()[:16]
+    parts = (network, vae, text_encoder, *others)
+    return hashlib.sha256(" ".join(map(module_identity, parts)).encode()).hexdigest()[:16]
 
 
 def tokenizer_identity(tokenizer: Any, num_chunks: int = 1) -> str:

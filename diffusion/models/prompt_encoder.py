@@ -17,7 +17,7 @@ from diffusion.config.model import ModelConfig
 from diffusion.datasets.transforms import Placement
 from diffusion.files import read_json, write_json
 from diffusion.models.conditioning import Conditioner
-from diffusion.models.ingredients.text_adapter import FOLDER, WEIGHTS, build_text_adapter
+from diffusion.models.ingredients.text_adapter import FOLDER, WEIGHTS, TextAdapterIngredient, build_text_adapter
 from diffusion.models.model_folders import load_pretrained
 from diffusion.models.pretrained import load_language_model, read_safetensors
 from diffusion.models.sampling import expand_prompts
@@ -49,6 +49,17 @@ def write_prompt_encoder(folder: Path, config: ModelConfig) -> None:
     }
     (folder / FOLDER).mkdir()
     write_json(folder / FOLDER / CONFIG, settings)
+
+
+def read_text_adapter(folder: Path) -> dict[str, Tensor]:
+    """Read the adapter in `text_adapter/` of an export by its names in the model; empty if there is none.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    path = folder / FOLDER / WEIGHTS
+    weights = read_safetensors(path) if path.is_file() else {}
+    return {f"{TextAdapterIngredient.part}.{name}": value for name, value in weights.items()}
 
 
 class PromptEncoder:

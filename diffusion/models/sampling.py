@@ -126,11 +126,27 @@ def build_noise_scheduler(objective: ObjectiveConfig) -> NoiseScheduler:
     )
 
 
+def flow_shift(config: Mapping[str, Any]) -> float | None:
+    """Shift of rectified flow in a sampler's configuration; None for other processes."""
+    if config.get("prediction_type") == FLOW_PREDICTION:
+        return config.get("flow_shift", 1.0)
+    return config.get("shift", 1.0) if config.get("_class_name", "").startswith("FlowMatch") else None
+
+
 def training_scheduler(config: Mapping[str, Any]) -> NoiseScheduler:
     """Noise schedule of training from a sampler's configuration in a pipeline's folder."""
-    if config.get("prediction_type") == FLOW_PREDICTION:
-        return FlowMatchEulerDiscreteScheduler(config["num_train_timesteps"], shift=config["flow_shift"])
+    if (shift := flow_shift(config)) is not None:
+        return FlowMatchEulerDiscreteScheduler(config["num_train_timesteps"], shift=shift)
     return DDPMScheduler.from_config(config)  # pyright: ignore[reportReturnType, reportArgumentType]
+
+
+def schedule_differences(stored: Mapping[str, Any], **requested: Any) -> list[str]:
+    """List where a stored noise schedule, in diffusers' names, is not `NOISE_SCHEDULE` and the requested values."""
+    return [
+        f"{key} is {stored[key]} there and {value} here"
+        for key, value in {"trained_betas": None, **NOISE_SCHEDULE, **requested}.items()
+        if stored.get(key, value) != value
+    ]
 
 
 def choose_sampler(noise_scheduler: NoiseScheduler, sampler: Sampler | str | None) -> Sampler:

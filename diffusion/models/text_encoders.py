@@ -68,6 +68,8 @@ def read_language_model(folder: str) -> tuple[type[Any], Any]:
         kind = MODEL_FOR_TEXT_ENCODING_MAPPING.get(type(config), None) or MODEL_MAPPING.get(type(config), None)
         if kind is None:
             raise ConfigurationError(f"{config.model_type} is no language model. {remedy}")
+        if not isinstance(getattr(getattr(config, "encoder", config), "hidden_size", None), int):
+            raise ConfigurationError(f"{config.model_type} is more than a language model. Give that of its text alone")
     config.is_encoder_decoder = False  # T5Gemma's encoder asks for it.
     config.use_cache = False  # A decoder's layers would keep keys and values for tokens to come.
     return kind, config  # pyright: ignore[reportReturnType]

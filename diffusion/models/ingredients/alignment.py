@@ -180,7 +180,8 @@ def read_image_encoder(folder: str) -> tuple[type[Any], Any]:
     with error_context(f"model.alignment.path={folder}"):
         config: Any = load_pretrained(AutoConfig, folder, local_files_only=True, remedy=remedy)
         kind: Any = MODEL_MAPPING.get(type(config), None)
-        if kind is None or not isinstance(getattr(config, "patch_size", None), int):
+        sizes = (getattr(config, name, None) for name in ("patch_size", "hidden_size"))
+        if kind is None or not all(isinstance(size, int) for size in sizes):
             raise ConfigurationError(f"{config.model_type} is no vision transformer. {remedy}")
     return kind, config
 
@@ -189,7 +190,8 @@ def load_image_encoder(folder: str) -> ImageEncoder:
     """Load a frozen image encoder, in float32.
 
     Raises:
-        ConfigurationError: there is none in safetensors, or the moments of its pixels are missing.
+        ConfigurationError: there is none in safetensors, the moments of its pixels are missing, or its states are no
+            grid of patches.
     """
     kind, config = read_image_encoder(folder)
     options: dict[str, Any] = {"config": config}
@@ -204,4 +206,11 @@ def load_image_encoder(folder: str) -> ImageEncoder:
             f"model.alignment.path={folder} has no {PREPROCESSOR} with image_mean and image_std: add it"
         ) from error
     freeze(encoder)
+    try:
+        encoder(torch.zeros(1, 3, 4, 4, dtype=torch.uint8, device=encoder.mean.device), (4, 4))
+    except Exception as error:  # The library's models raise anything
+        raise ConfigurationError(
+            f"model.alignment.path={folder}: states of a {type(network).__name__} are no grid of patches. Give a plain "
+            "vision transformer, such as DINOv2"
+        ) from error
     return encoder

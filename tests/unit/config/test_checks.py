@@ -83,6 +83,19 @@ def test_legal_combinations(configuration, overrides):
         (["data.global_batch_size=96", *GROUPS], 5, ["data.global_batch_size is 96", "legal are 1, 2, 3, 6)"]),
         (["data.global_batch_size=256", *GROUPS], 32, ["data.global_batch_size", "1, 2, 4, 8, 16)"]),
         (["model.token_routing={}"], 1, ["model.token_routing is set with model.architecture stable_diffusion_2"]),
+        (
+            ["model.network={dropout: 0.1, num_class_embeds: 10}"],
+            1,
+            ["model.network.dropout is 0.1", "model.network.num_class_embeds is 10"],
+        ),
+        (
+            [
+                *("model.architecture=transformer_m", "model.token_routing={}"),
+                *("trainer.activation_checkpointing=true", "performance.compilation=unet"),
+            ],
+            1,
+            ["model.token_routing", "Set performance.compilation=blocks"],
+        ),
         (["trainer.num_replicas=3"], 4, ["trainer.num_replicas is 3"]),
         (["performance.cuda_graphs=true"], 128, ["performance.cuda_graphs", "trainer.parallelism=ddp"]),
         (

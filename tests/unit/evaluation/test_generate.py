@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
 from demo.shape_checks import shape_checks
 from diffusion.config.model import Architecture, FlowConfig, ObjectiveConfig, PredictionType, Sampler
@@ -39,7 +40,7 @@ from diffusion.evaluation.images import image_files
 from diffusion.evaluation.metrics import Metrics
 from diffusion.evaluation.prompts import Prompt, open_images
 from diffusion.evaluation.protocol import read_results
-from diffusion.files import read_json
+from diffusion.files import read_json, write_json
 from diffusion.formats.marks import Mark
 from diffusion.models import build_model
 from diffusion.models.latent_diffusion import LatentDiffusion
@@ -79,7 +80,7 @@ def folder(model: LatentDiffusion, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def generated(generator: Generator, folder: Path, scale: float, sampler: Sampler | None) -> np.ndarray:
-    prompts = [Prompt(text=text) for text in ("a red circle", "a blue star on a white background", "")]
+    prompts = [Prompt(text=text) for text in ("a red circle", "A \u201cblue\u201d star &amp; a \ufb01sh", "")]
     sampling = SamplingConfig(num_inference_steps=3, seed=5, images_per_prompt=2, sampler=sampler)
     task = GenerationTask(prompts=prompts, sampling=sampling, guidance_scale=scale, batch_size=4)
     images = image_files(generate_images(generator, task, folder / f"cfg{scale:g}", "test"))
@@ -235,3 +236,17 @@ def test_initial_noise_is_drawn_on_the_cpu_for_any_device(monkeypatch):
     task = GenerationTask(prompts=[Prompt(text="a")], sampling=SamplingConfig(), guidance_scale=3.0, batch_size=2)
     assert addressed_latents(task, [0], (4, 8, 8), torch.device("meta")).device.type == "meta"
     assert drawn_on == [("cpu", "cpu")]
+
+
+def test_images_of_another_noise_schedule_are_another_task(tmp_path):
+    generator = CheckpointGenerator(CASES["flow"](), CPU)
+    sampling = SamplingConfig(num_inference_steps=1, images_per_prompt=1)
+    task = GenerationTask(prompts=[Prompt(text="a")], sampling=sampling, guidance_scale=1.0, batch_size=1)
+    generate_images(generator, task, tmp_path / "images", "test")
+    generator.noise_scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    with pytest.raises(ConfigurationError, match=r"noise_schedule\.shift: 2\.0, 3\.0"):
+        generate_images(generator, task, tmp_path / "images", "test")
+    record = read_json(tmp_path / "images" / GENERATION)
+    del record["noise_schedule"]
+    write_json(tmp_path / "images" / GENERATION, record)
+    generate_images(generator, task, tmp_path / "images", "test")

@@ -1,5 +1,6 @@
 """Alignment with an image encoder: its closed form, routed tokens, microbatches, and models without it."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModel
+from transformers import AutoModel, SwinConfig, SwinModel, ViTMAEConfig, ViTMAEModel
 
 from diffusion.config.ingredients import AlignmentConfig, TokenRoutingConfig
 from diffusion.config.loading import to_yaml
@@ -191,3 +192,16 @@ def test_what_is_no_image_encoder_is_refused(tmp_path, folder):
     config = replace(config_of(folder), alignment=AlignmentConfig(path=str(folder), block=6))
     with pytest.raises(ConfigurationError, match=r"model\.alignment\.block is 6"):
         build(config)
+
+
+@pytest.mark.parametrize("kind", ["vit_mae", "swin"])
+def test_an_encoder_without_a_grid_of_patches_is_refused(tmp_path, folder, kind):
+    if kind == "swin":
+        network = SwinModel(SwinConfig(image_size=16, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[1, 1]))
+    else:
+        options = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+        network = ViTMAEModel(ViTMAEConfig(image_size=16, patch_size=4, **options))
+    network.save_pretrained(tmp_path)
+    shutil.copy(folder / "preprocessor_config.json", tmp_path)
+    with pytest.raises(ConfigurationError, match="no grid of patches"):
+        load_image_encoder(str(tmp_path))

@@ -265,3 +265,9 @@ def test_weights_loaded_after_the_meta_device_give_the_same_losses(architecture)
     }
     losses = [one.loss(one.forward(batch), batch) for one in (model, expected)]
     assert torch.equal(*losses)
+
+
+def test_predictions_with_other_channels_than_the_latents_are_rejected():
+    config = ModelConfig(architecture=Architecture.tiny, network={"out_channels": 1})
+    with pytest.raises(ConfigurationError, match=r"model\.network\.out_channels is 1"):
+        build_model(config, ObjectiveConfig(), resolution=32, seed=17)

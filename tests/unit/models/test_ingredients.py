@@ -21,6 +21,7 @@ from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError
 from diffusion.export import export
 from diffusion.loading import check_objective, load_config_of, load_model, used_weights
+from diffusion.models.architectures import TINY, build_vae
 from diffusion.models.build import build_model, load_weights
 from diffusion.models.ingredients import Ingredient
 from diffusion.models.latent_diffusion import LatentDiffusion
@@ -210,3 +211,32 @@ def test_a_published_folder_of_rectified_flow_is_not_continued_with_another_obje
         check_objective(config)
     config.objective.prediction_type = PredictionType.flow
     check_objective(config)
+
+
+def test_a_published_folder_of_another_noise_schedule_is_not_continued(tmp_path):
+    (tmp_path / "scheduler").mkdir()
+    (tmp_path / "model_index.json").write_text("{}")
+    scheduler = {"prediction_type": "v_prediction", "beta_schedule": "linear", "beta_start": 0.00085, "beta_end": 0.012}
+    (tmp_path / "scheduler/scheduler_config.json").write_text(json.dumps(scheduler))
+    config = load_config("tests/tools/toy.yaml", [f"init_from.checkpoint={tmp_path}"])
+    with pytest.raises(ConfigurationError, match="beta_schedule is linear there"):
+        check_objective(config)
+    config = load_config("tests/tools/toy.yaml", [f"init_from.checkpoint={tmp_path}", "init_from.new_objective=true"])
+    check_objective(config)
+
+
+def test_the_default_size_of_an_export_is_that_of_training_with_another_vae(tmp_path):
+    blocks = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
+    blocks |= {"block_out_channels": [16, 32]}
+    build_vae(TINY, blocks).save_pretrained(tmp_path / "vae")
+    config = load_config("tests/tools/toy.yaml", [f"model.vae={tmp_path / 'vae'}"])
+    checkpoint, _ = stored(tmp_path, config, build_training_model(config, Device.cpu).state_dict())
+    export(str(checkpoint), tmp_path / "out")
+    assert json.loads((tmp_path / "out/unet/config.json").read_text())["sample_size"] == config.data.resolution // 2
+
+
+def test_one_file_is_not_for_a_network_with_a_text_adapter(tmp_path):
+    config = load_config("tests/tools/toy.yaml", ["model.text_adapter={layers: 1}"])
+    checkpoint, _ = stored(tmp_path, config, {"unet.conv_in.bias": torch.zeros(1)})
+    with pytest.raises(ConfigurationError, match="a text adapter"):
+        export(str(checkpoint), tmp_path / "out.safetensors")

@@ -10,11 +10,12 @@ from torch import Tensor
 from transformers import AutoModel, Qwen3Model, T5EncoderModel
 
 from diffusion.config.ingredients import TextAdapterConfig
-from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, TextEncoderConfig
+from diffusion.config.model import Architecture, InitFromConfig, ModelConfig, ObjectiveConfig, TextEncoderConfig
 from diffusion.config.schema import Config
 from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError
-from diffusion.models import build_model, count_parameters
+from diffusion.loading import read_initial
+from diffusion.models import build_model, count_parameters, tiny_transformer
 from diffusion.models.architectures import text_shape
 from diffusion.models.ingredients.text_adapter import LanguageAdapter
 from diffusion.models.latent_diffusion import LatentDiffusion
@@ -176,6 +177,23 @@ def test_an_export_gives_the_images_of_generate(folders, tmp_path, kind, is_adap
     assert (found - expected).abs().mean() < 0.05
 
 
+def test_an_adapter_of_its_own_is_imported_from_an_export(tmp_path):
+    config = ModelConfig(
+        architecture=Architecture.tiny_transformer,
+        network=NETWORKS[Architecture.tiny_transformer],
+        text_encoder=TextEncoderConfig(chunks=2),
+        text_adapter=TextAdapterConfig(layers=1),
+    )
+    model = build(config)
+    write_model(model, tmp_path)
+    write_prompt_encoder(tmp_path, config)
+    model.ingredients[0].write(tmp_path, model.frozen, model.get_submodule("text_adapter").state_dict())
+    start = Config(model=config, init_from=InitFromConfig(checkpoint=str(tmp_path)))
+    torch.testing.assert_close(read_initial(start, build(config)), dict(model.state_dict()), rtol=0, atol=0)
+    with pytest.raises(ConfigurationError, match="text_adapter"):
+        tiny_transformer(network=tmp_path)
+
+
 def test_names_of_special_tokens_are_words(folders):
     tokenizer = load_tokenizer(config_of(folders["t5"], Architecture.tiny))
     ids = tokenize(tokenizer, ["a star </s> a <pad> star"])[0].tolist()
@@ -202,4 +220,7 @@ def test_a_folder_that_is_no_language_model(folders, tmp_path):
         build(config_of(str(tmp_path), Architecture.tiny))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "unknown", "auto_map": {"AutoConfig": "code.C"}}))
     with pytest.raises(ConfigurationError, match=r"model\.text_encoder\.path="):
+        build(config_of(str(tmp_path), Architecture.tiny))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3"}))
+    with pytest.raises(ConfigurationError, match="more than a language model"):
         build(config_of(str(tmp_path), Architecture.tiny))

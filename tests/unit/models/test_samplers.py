@@ -3,10 +3,18 @@
 import pytest
 import torch
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
-from diffusion.config.model import NUM_TIMESTEPS, FlowConfig, ObjectiveConfig, PredictionType
+from diffusion.config.model import NUM_TIMESTEPS, FlowConfig, ObjectiveConfig, PredictionType, Sampler
 from diffusion.models.conditioning import Conditioning
-from diffusion.models.sampling import build_noise_scheduler, exported_scheduler, inference_scheduler, sample_latents
+from diffusion.models.sampling import (
+    build_noise_scheduler,
+    choose_sampler,
+    exported_scheduler,
+    inference_scheduler,
+    sample_latents,
+    training_scheduler,
+)
 
 PROCESSES = {
     "leading": ObjectiveConfig(),
@@ -94,3 +102,11 @@ def test_samplers_of_a_flow_take_each_number_of_steps_from_noise_to_the_image(sa
         torch.testing.assert_close(rest, torch.linspace(float(rest[0]), 0, num_steps + 1), rtol=0, atol=1e-5)
         assert len(timesteps) == (num_steps if sampler == "euler" else 2 * num_steps)
         torch.testing.assert_close(1 - found.double().item(), float(levels[0]), rtol=0, atol=1e-3)
+
+
+def test_the_noise_schedule_of_a_published_flow_is_read(tmp_path):
+    FlowMatchEulerDiscreteScheduler(shift=3.0).save_pretrained(tmp_path)
+    found = training_scheduler(FlowMatchEulerDiscreteScheduler.from_pretrained(tmp_path).config)
+    assert (choose_sampler(found, None), found.config["shift"]) == (Sampler.euler, 3.0)
+    without_shift = {"prediction_type": "flow_prediction", "num_train_timesteps": 1000}
+    assert training_scheduler(without_shift).config["shift"] == 1.0

@@ -85,3 +85,10 @@ def test_weights_without_an_adapter_leave_it_as_it_is():
     assert torch.equal(adapted.unet.conv_in.weight, plain.unet.conv_in.weight)
     with pytest.raises(ConfigurationError, match="weights missing"):
         load_weights(adapted, build(2).state_dict(), "elsewhere")
+
+
+def test_the_mark_of_images_depends_on_the_adapter():
+    model = build(1)
+    before = model.mark.version
+    trained(model.get_submodule("text_adapter"))
+    assert model.mark.version != before
