@@ -8,6 +8,8 @@ import contextlib
 import difflib
 from collections.abc import Iterable, Iterator
 
+from safetensors import SafetensorError
+
 
 class UserError(Exception):
     """A mistake that the person who started the command can correct.
@@ -61,12 +63,13 @@ def error_context(key: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explained_writes(what: object, remedy: str = "") -> Iterator[None]:
-    """Report that a file or folder cannot be written, where the block raises an OSError, as a MachineError."""
+    """Report that a file or folder cannot be written, by the system or safetensors, as a MachineError."""
     try:
         yield
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         advice = f". {remedy}" if remedy else ""
-        raise MachineError(f"{what} cannot be written: {error.strerror or error}{advice}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise MachineError(f"{what} cannot be written: {reason}{advice}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -227,6 +227,7 @@ def run_points(points: Sequence[Point], *, num_jobs: int) -> dict[str, str]:
             running.discard(process)
             if code or not (point.folder / FINISHED).is_file():
                 failed[point.name] = f"not finished, exit code {code}"
+                log.warning("point %s: %s; see %s", point.name, failed[point.name], point.folder / LOG)
         finally:
             os.close(lock)
 

@@ -38,11 +38,10 @@ def build_parser() -> CommandParser:
         "--fleet", nargs="+", default=[], metavar="RUN=NxKIND", help="a fleet for each run, by its name"
     )
     parser.add_argument("--measured", type=Path, metavar="FILE", help="rows.jsonl of `python -m benchmarks` for a GPU")
-    sizes = [8, 16, 32, 64, 128]
-    parser.add_argument("--gpus", type=positive, nargs="+", default=sizes, help="with --measured: fleet sizes")
+    parser.add_argument("--gpus", type=positive, nargs="+", help="with --measured: fleet sizes; default: 8 to 128")
     parser.add_argument("--price", type=float, help="with --measured: dollars per GPU-hour")
     parser.add_argument("--gpu-memory-gb", type=positive_number, help="with --measured: memory of a GPU")
-    parser.add_argument("--network-gb", type=positive_number, default=37.4, help="with --measured: a node's GB/s")
+    parser.add_argument("--network-gb", type=positive_number, help="with --measured: a node's GB/s; default: 37.4")
     parser.add_argument("--samples", type=positive_number, nargs="+", help="of each run's data, if not readable here")
     parser.add_argument("--storage-price", type=float, default=0.0, help="dollars per TB and month")
     parser.add_argument("--egress-price", type=float, default=0.0, help="dollars per TB read from the store")
@@ -58,6 +57,9 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_intermixed_args(list(arguments))
     if not options.configs:
         parser.error("give the YAML of at least one run")
+    of_measured = ("gpus", "price", "gpu_memory_gb", "network_gb")
+    if options.measured is None and (given := [name for name in of_measured if getattr(options, name) is not None]):
+        parser.error(f"--{given[0].replace('_', '-')} is for the rows of --measured; fleets have their own in --fleets")
     configs = load_configs(options.configs, options.samples)
 
     from diffusion.planning.fleets import Failures, format_budgets, make_budget
@@ -116,11 +118,11 @@ def find_fleets(options: Namespace, config: Config) -> "list[Fleet]":
         counts = parameter_counts(config)
         fleets += fleets_from_benchmark(
             options.measured,
-            options.gpus,
+            options.gpus or [8, 16, 32, 64, 128],
             architecture=config.model.architecture,
             num_parameters=counts.trained + counts.fixed,
             global_batch_size=config.data.global_batch_size,
-            network=options.network_gb * 1e9,
+            network=(options.network_gb or 37.4) * 1e9,
             price_per_gpu_hour=options.price,
             gpu_memory_bytes=options.gpu_memory_gb * 1e9 if options.gpu_memory_gb is not None else None,
         )

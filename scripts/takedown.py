@@ -34,9 +34,12 @@ def main() -> None:
 
     dataset, *derived = options.datasets
     kinds = {"erase": options.erase, "copies": options.copies, "near": options.near}
-    done = take_down(dataset, read_keys(options.keys), derived=derived, **kinds)
+    keys = read_keys(options.keys)
+    done = take_down(dataset, keys, derived=derived, **kinds)
     total = sum(map(len, done.marks.values()))
-    print(f"{total} samples are removed from {dataset}; {len(done.absent)} keys are not in it")
+    print(f"{len(keys) - len(done.absent)} of {len(keys)} keys are removed; {total} samples of {dataset} in all")
+    for key in done.absent:
+        print(f"no data set holds it: {json.dumps(key)}")
     for key in done.copies:
         print(f"a copy is left: {json.dumps(key)}")
     if options.erase:

@@ -22,7 +22,7 @@ from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.loader import validation_dataset
 from diffusion.distributed import agree
 from diffusion.ema.callbacks import LateStartEMA
-from diffusion.errors import DataError
+from diffusion.errors import DataError, explained_writes
 from diffusion.files import atomic_path
 from diffusion.formats.run_folder import RECONSTRUCTIONS, VAE
 from diffusion.models.autoencoder import latent_statistics, save_autoencoder, to_pixels
@@ -73,7 +73,7 @@ class SaveAutoencoder(Callback):
         path = next(path for path in map(self.folder.joinpath, names) if not path.exists() or self._is_in(path))
         if path.exists():
             return
-        with atomic_path(path) as partial:
+        with explained_writes(path), atomic_path(path) as partial:
             save_autoencoder(self.model.vae, mean, std, partial)
         if path.name != VAE:
             log.warning("the VAE is in %s: vae/ beside it has other weights, which runs may name", path)

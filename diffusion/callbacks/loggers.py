@@ -34,7 +34,6 @@ PROGRESS_SECONDS = 30.0
 PROGRESS = {
     TRAIN_LOSS: "loss %.4g",
     "throughput/batches_per_sec": "%.3g steps/s",
-    "time/remaining_estimate": "%.1f h left",
 }
 """Formats of the numbers in a progress line."""
 
@@ -192,5 +191,7 @@ class ProgressLines(LoggerDestination):
         elapsed = state.get_elapsed_duration()
         if dist.get_global_rank() != 0 or elapsed is None:
             return
-        known = ", ".join(text % self._numbers[name] for name, text in PROGRESS.items() if name in self._numbers)
-        log.info("step %d (%.1f %%): %s", state.timestamp.batch.value, 100 * elapsed.value, known)
+        known = [text % self._numbers[name] for name, text in PROGRESS.items() if name in self._numbers]
+        if (hours := self._numbers.get("time/remaining_estimate")) is not None:
+            known.append(f"{hours:.1f} h left" if hours >= 1 else f"{60 * hours:.0f} min left")
+        log.info("step %d (%.1f %%): %s", state.timestamp.batch.value, 100 * elapsed.value, ", ".join(known))

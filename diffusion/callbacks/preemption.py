@@ -22,7 +22,7 @@ from diffusion.files import write_json
 from diffusion.formats.run_folder import PREEMPTED
 from diffusion.trainer import HostNumber
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 _SPENT = 1
 """Rank 0's number for a spent budget: smaller than any signal, which comes first."""
@@ -60,14 +60,15 @@ class DelayedMaximum:
 
 
 class SaveOnPreemption(Callback):
-    """On SIGTERM or SIGUSR1 to any rank, save at the end of a step and end the run.
+    """On SIGTERM, SIGUSR1 or Ctrl-C to any rank, save at the end of a step and end the run.
 
     The handler only sets a flag. At each BATCH_CHECKPOINT the ranks start to exchange it and read the exchange of the
     step before, so that all save after the same step, at most two steps after the signal. No evaluation follows. In the
-    last step a signal is ignored. A spent budget ends the run in the same way. The saver comes before this callback.
+    last step a signal is ignored. A second Ctrl-C ends the run at once. A spent budget ends the run in the same way.
+    The saver comes before this callback.
 
-    Schedulers send SIGTERM to every process of a job. It would end loader workers, and the run with them before it has
-    saved, so they are forked with SIGTERM blocked; they end with the run.
+    Schedulers send SIGTERM to every process of a job, and terminals SIGINT. They would end loader workers, and the run
+    with them before it has saved, so workers are forked with both blocked; they end with the run.
     """
 
     def __init__(self, saver: SaveCheckpoints, folder: Path, meter: CostMeter) -> None:
@@ -88,6 +89,8 @@ class SaveOnPreemption(Callback):
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = number
+        if number == signal.SIGINT:
+            signal.signal(number, self._handlers[number])
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Restore the earlier signal handlers."""
@@ -120,10 +123,10 @@ class SaveOnPreemption(Callback):
 
 
 def _shield(reference: "weakref.ref[SaveOnPreemption]") -> None:
-    """Block SIGTERM in a process that was forked while its parent handles it."""
+    """Block SIGTERM and SIGINT in a process that was forked while its parent handles them."""
     callback = reference()
     if callback is not None and signal.getsignal(signal.SIGTERM) == callback._receive:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
 
 
 def end_workers() -> None:

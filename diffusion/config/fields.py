@@ -7,7 +7,7 @@ a section, if it has one, gets the key of the section and yields a sentence for 
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,15 +44,15 @@ class Time:
         return self.value * steps[self.unit] if self.unit in steps else None
 
 
-def parse_time(text: str, key: str) -> Time:
-    """Parse a time string of Composer: a number and one of `TIME_UNITS`, such as `10ba`.
+def parse_time(text: str, key: str, allowed: Sequence[str] = ()) -> Time:
+    """Parse a time string of Composer: a number and one of the allowed `TIME_UNITS` (by default all), such as `10ba`.
 
     Raises:
         ConfigurationError: the text is not such a time.
     """
     match = _NUMBER_AND_UNIT.fullmatch(text)
-    if match is None or match[2].lower() not in TIME_UNITS:
-        units = ", ".join(f"{unit} ({meaning})" for unit, meaning in TIME_UNITS.items())
+    if match is None or match[2].lower() not in (allowed or TIME_UNITS):
+        units = ", ".join(f"{unit} ({TIME_UNITS[unit]})" for unit in allowed or TIME_UNITS)
         raise ConfigurationError(f"{key} is '{text}', but must be a number and a unit: {units}.")
     value, unit = float(match[1]), match[2].lower()
     if unit == "dur" and value > 1:
@@ -123,12 +123,9 @@ class TimeLimits:
     def problem(self, value: str, key: str) -> str | None:
         """Describe a violation, if there is one."""
         try:
-            time = parse_time(value, key)
+            time = parse_time(value, key, self.units)
         except ConfigurationError as error:
             return str(error)
-        if time.unit not in self.units:
-            units = " or ".join(f"{TIME_UNITS[unit]} ({unit})" for unit in self.units)
-            return f"{key} is '{value}', but must be given in {units}."
         return f"{key} is '{value}', but must be longer than 0." if self.positive and time.value == 0 else None
 
 

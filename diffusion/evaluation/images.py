@@ -66,7 +66,7 @@ def smallest_hashes(names: Iterable[str], num: int | None) -> list[int]:
         return [i for i, _ in enumerate(names)]
     chosen = by_hash(names, num)
     if len(chosen) < num:
-        raise ConfigurationError(f"num={num}, but there are {len(chosen)}")
+        raise ConfigurationError(f"num={num}, but there are {len(chosen)}: give at most as many, or null for all")
     return sorted(chosen)
 
 

@@ -49,7 +49,7 @@ def test_progress_lines_come_now_and_then(monkeypatch, caplog) -> None:
         lines.batch_end(at(step), log)  # pyright: ignore[reportArgumentType]
     lines.fit_end(at(160), log)  # pyright: ignore[reportArgumentType]
     assert len(caplog.messages) == 3
-    assert caplog.messages[1] == "step 160 (16.0 %): loss 0.5, 1 steps/s, 0.2 h left"
+    assert caplog.messages[1] == "step 160 (16.0 %): loss 0.5, 1 steps/s, 15 min left"
 
 
 def test_a_run_that_is_too_short_for_a_speed_shows_its_loss(caplog) -> None:

@@ -29,7 +29,7 @@ def options(run: Path, *more: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize(("parallelism", "number", "rank"), [("fsdp", signal.SIGUSR1, 0), ("ddp", signal.SIGTERM, 1)])
+@pytest.mark.parametrize(("parallelism", "number", "rank"), [("fsdp", signal.SIGUSR1, 0), ("ddp", signal.SIGINT, 1)])
 def test_a_signal_to_one_rank_saves_the_step_on_all_and_the_run_continues(server, tmp_path, parallelism, number, rank):
     run, name = tmp_path / "run", signal.Signals(number).name
     chosen = f"trainer.parallelism={parallelism}"

@@ -265,7 +265,7 @@ def test_a_local_folder_asks_nothing_of_the_hub(copied, monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    with pytest.raises(ConfigurationError, match="TimmWrapperModel"):
+    with pytest.raises(ConfigurationError, match="timm_wrapper"):
         load_image_encoder(str(folder))
     assert asked == []
     assert not huggingface_hub.constants.HF_HUB_OFFLINE
