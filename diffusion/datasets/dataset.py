@@ -27,6 +27,7 @@ from diffusion.datasets.batch import BatchKey, Sample
 from diffusion.datasets.cache import CacheLimit, StreamShards, TierCounts, TierMeter, files_of_cache
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.datasets.sample_order import (
+    SHARDS_OF_STREAMS,
     GlobalOrder,
     OrderSettings,
     RankOrder,
@@ -416,10 +417,13 @@ class TrainingDataset(TextImageDataset):
                 "the checkpoint does not say in which order its samples came, so it cannot be continued in the "
                 "middle of the data: start a new run from its weights (init_from.checkpoint)"
             )
-        if changes := describe_changes(json.loads(state["order"]), self.order.fingerprint()):
+        before, now = json.loads(state["order"]), self.order.fingerprint()
+        if changes := describe_changes(before, now):
+            is_same_data = before.get(SHARDS_OF_STREAMS) == now[SHARDS_OF_STREAMS]
+            remedy = "Set these back, or" if is_same_data else "The data has grown, or was replaced:"
             raise DataError(
                 f"the samples would come in another order than in the run that is continued: {'; '.join(changes)}. "
-                "Set these back, or start a new run from its weights (init_from.checkpoint)"
+                f"{remedy} start a new run from its weights (init_from.checkpoint)"
             )
         size = self.order.settings.global_batch_size
         step, inside = divmod(state["sample_in_epoch"], size)

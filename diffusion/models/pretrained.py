@@ -118,7 +118,9 @@ def load_frozen_parts(config: ModelConfig) -> FrozenParts:
         vae = build_random_vae(config)
     elif config.vae:
         with error_context("model.vae"):
-            vae = load_pretrained(AutoencoderKL, config.vae, others=VAE_CLASSES, local_files_only=is_local)
+            remedy = "Give the folder of a VAE with safetensors (vae/ of a run or pipeline), or a hub name"
+            options = {"others": VAE_CLASSES, "local_files_only": is_local, "remedy": remedy}
+            vae = load_pretrained(AutoencoderKL, config.vae, **options)
     elif source:
         with error_context("model.pretrained"):
             vae = load_pretrained(AutoencoderKL, source, "vae", others=VAE_CLASSES, local_files_only=is_local)
