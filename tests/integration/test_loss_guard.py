@@ -14,8 +14,9 @@ from composer.utils import dist
 
 from diffusion.callbacks.guards import SKIPPED, LossGuard, RolledBackError
 from diffusion.checkpointing.read import StoredState
-from diffusion.checkpointing.resume import CheckpointStorage
+from diffusion.checkpointing.resume import checkpoint_storage
 from diffusion.checkpointing.roll_back import roll_back
+from diffusion.config.loading import load_config
 from diffusion.config.operations import GuardConfig
 from diffusion.datasets.sample_order import sample_address
 from diffusion.errors import DataError
@@ -193,8 +194,9 @@ def test_the_samples_of_a_wrong_loss_are_named(server, shapes, tmp_path):
 def test_a_damaged_file_of_rollbacks_is_one_message_on_all_ranks(server, tmp_path):
     for name in (ROLLBACK, ROLLBACKS):
         (tmp_path / name).write_text('{"step": 1}\n')
+    config = load_config("tests/tools/toy.yaml", [f"output_folder={tmp_path}"])
     with pytest.raises(DataError, match=f"{ROLLBACK} is damaged"):
-        roll_back(CheckpointStorage(tmp_path, tmp_path, None), keeps_all=False)
+        roll_back(config, checkpoint_storage(config, tmp_path))
     (tmp_path / ROLLBACK).unlink()
     job = server.run(2, [run(tmp_path, "algorithms.ema=null")])
     assert job.codes == [2, 2], job.output
