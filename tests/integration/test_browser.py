@@ -1,5 +1,6 @@
 """Pages as a browser shows them."""
 
+import contextlib
 import shutil
 import subprocess
 
@@ -25,9 +26,12 @@ pytestmark = [
 def screenshot(page, folder, size: tuple[int, int]) -> np.ndarray:
     """What the browser shows of a page, uint8 [height, width, 3]."""
     image = folder / "screenshot.png"
-    command = [str(CHROMIUM), *OPTIONS, f"--user-data-dir={folder / 'profile'}", f"--screenshot={image}"]
-    command += [f"--window-size={size[0]},{size[1]}", page.as_uri()]
-    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    command = [str(CHROMIUM), *OPTIONS, f"--screenshot={image}", f"--window-size={size[0]},{size[1]}", page.as_uri()]
+    for profile in ("first", "second", "third"):  # Chromium hangs now and then at its start.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            profile_folder = f"--user-data-dir={folder / profile}"
+            subprocess.run([*command, profile_folder], check=True, capture_output=True, timeout=150)
+            break
     return np.asarray(Image.open(image).convert("RGB"))
 
 
