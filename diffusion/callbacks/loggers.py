@@ -9,7 +9,7 @@ import hashlib
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,10 @@ log = logging.getLogger(__name__)
 PROGRESS_SECONDS = 30.0
 """Least time between two progress lines."""
 
-PROGRESS = {
-    TRAIN_LOSS: "loss %.4g",
-    "throughput/batches_per_sec": "%.3g steps/s",
+PROGRESS: dict[str, Callable[[float], str]] = {
+    TRAIN_LOSS: "loss {:.4g}".format,
+    "throughput/batches_per_sec": "{:.3g} steps/s".format,
+    "time/remaining_estimate": lambda hours: f"{hours:.1f} h left" if hours >= 1 else f"{60 * hours:.0f} min left",
 }
 """Formats of the numbers in a progress line."""
 
@@ -191,7 +192,5 @@ class ProgressLines(LoggerDestination):
         elapsed = state.get_elapsed_duration()
         if dist.get_global_rank() != 0 or elapsed is None:
             return
-        known = [text % self._numbers[name] for name, text in PROGRESS.items() if name in self._numbers]
-        if (hours := self._numbers.get("time/remaining_estimate")) is not None:
-            known.append(f"{hours:.1f} h left" if hours >= 1 else f"{60 * hours:.0f} min left")
-        log.info("step %d (%.1f %%): %s", state.timestamp.batch.value, 100 * elapsed.value, ", ".join(known))
+        known = ", ".join(text(self._numbers[name]) for name, text in PROGRESS.items() if name in self._numbers)
+        log.info("step %d (%.1f %%): %s", state.timestamp.batch.value, 100 * elapsed.value, known)

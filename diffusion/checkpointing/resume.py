@@ -124,18 +124,16 @@ def _find_local(config: Config, storage: CheckpointStorage) -> Path | None:
     except OSError as error:
         raise MachineError(f"{error.filename} cannot be removed: {error.strerror}. Remove it") from error
     present = list_checkpoints(folder)
+    _check_beginning(config, storage.run, folder, present)
     if not config.trainer.autoresume:
-        _check_none(folder, present)
         return None
-    newest = _choose(config, storage, str(folder), present, check_checkpoint)
+    newest = _choose(str(folder), present, check_checkpoint)
     if newest is not None:
         check_changes(config, newest, str(newest))
     return newest
 
 
-def _choose(
-    config: Config, storage: CheckpointStorage, location: str, present: Sequence[Found], check: Callable[[Found], None]
-) -> Found | None:
+def _choose(location: str, present: Sequence[Found], check: Callable[[Found], None]) -> Found | None:
     """Choose the newest whole one of the checkpoints in a folder or store; None for a new run."""
     newest = newest_that_passes(present, check)
     if newest is not None:
@@ -145,19 +143,22 @@ def _choose(
             f"all checkpoints in {location} are damaged, and the run would begin anew. Remove them if that is "
             "intended, or restore a whole one"
         )
-    else:
-        _check_none_elsewhere(config, storage.run)
     return newest
 
 
 def check_folder(config: Config, storage: CheckpointStorage) -> None:
     """Raise a ConfigurationError if a run would begin anew although there are checkpoints, there or elsewhere."""
-    remote = storage.remote
-    present = list_checkpoints(storage.folder) if remote is None else remote.present()
+    if storage.remote is None:
+        _check_beginning(config, storage.run, storage.folder, list_checkpoints(storage.folder))
+    else:
+        _check_beginning(config, storage.run, storage.remote.uri, storage.remote.present())
+
+
+def _check_beginning(config: Config, run: Path, location: Path | str, present: Sequence[object]) -> None:
     if not config.trainer.autoresume:
-        _check_none(storage.folder if remote is None else remote.uri, present)
+        _check_none(location, present)
     elif not present:
-        _check_none_elsewhere(config, storage.run)
+        _check_none_elsewhere(config, run)
 
 
 def _record_damaged(location: str, names: Sequence[str], newest: str) -> None:
@@ -221,8 +222,9 @@ def _find_remote(config: Config, storage: CheckpointStorage, remote: RemoteCheck
 
 def _download_newest(config: Config, storage: CheckpointStorage, remote: RemoteCheckpoints) -> RemoteCheckpoint | None:
     remote.remove_half_written()
+    present = remote.present()
+    _check_beginning(config, storage.run, remote.uri, present)
     if not config.trainer.autoresume:
-        _check_none(remote.uri, remote.present())
         return None
     shutil.rmtree(storage.downloads, ignore_errors=True)
 
@@ -234,7 +236,7 @@ def _download_newest(config: Config, storage: CheckpointStorage, remote: RemoteC
             remove_copy(path)
             raise
 
-    newest = _choose(config, storage, remote.uri, remote.present(), check)
+    newest = _choose(remote.uri, present, check)
     if newest is not None:
         check_changes(config, storage.downloads / newest.name, str(newest))
     return newest

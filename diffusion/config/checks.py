@@ -207,13 +207,6 @@ def _network(config: Config) -> Iterator[str]:
     for name in ("class_embed_type", "num_class_embeds"):
         if changes.get(name) is not None:
             yield f"model.network.{name} is {changes[name]}, and the data has no classes. Remove it."
-    stateful = [key for key in ("token_routing", "alignment") if key in config.model.ingredient_sections]
-    is_recomputed = config.model.architecture.is_transformer and config.trainer.activation_checkpointing
-    if stateful and is_recomputed and config.performance.compilation is Compilation.unet:
-        yield (
-            f"performance.compilation is unet with trainer.activation_checkpointing and model.{stateful[0]}, which "
-            "keeps hidden states between blocks. Set performance.compilation=blocks."
-        )
 
 
 def _scales_with_width(config: Config) -> bool:

@@ -7,7 +7,7 @@ a section, if it has one, gets the key of the section and yields a sentence for 
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,16 +44,16 @@ class Time:
         return self.value * steps[self.unit] if self.unit in steps else None
 
 
-def parse_time(text: str, key: str, allowed: Sequence[str] = ()) -> Time:
-    """Parse a time string of Composer: a number and one of the allowed `TIME_UNITS` (by default all), such as `10ba`.
+def parse_time(text: str, key: str, units: Collection[str] = TIME_UNITS) -> Time:
+    """Parse a time string of Composer: a number and a unit, such as `10ba`.
 
     Raises:
         ConfigurationError: the text is not such a time.
     """
     match = _NUMBER_AND_UNIT.fullmatch(text)
-    if match is None or match[2].lower() not in (allowed or TIME_UNITS):
-        units = ", ".join(f"{unit} ({TIME_UNITS[unit]})" for unit in allowed or TIME_UNITS)
-        raise ConfigurationError(f"{key} is '{text}', but must be a number and a unit: {units}.")
+    if match is None or match[2].lower() not in units:
+        named = ", ".join(f"{unit} ({TIME_UNITS[unit]})" for unit in units)
+        raise ConfigurationError(f"{key} is '{text}', but must be a number and a unit: {named}.")
     value, unit = float(match[1]), match[2].lower()
     if unit == "dur" and value > 1:
         raise ConfigurationError(f"{key} is '{text}', but must be between 0dur and 1dur.")

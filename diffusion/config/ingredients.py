@@ -94,6 +94,7 @@ class TokenRoutingConfig(IngredientConfig):
                 f"model.token_routing is set with model.architecture {config.model.architecture.value}, a U-Net, whose "
                 "blocks take whole images. Set model.architecture=transformer_m, or model.token_routing=null."
             )
+        yield from _recomputed_states(config, "model.token_routing")
 
 
 @dataclass(kw_only=True)
@@ -169,6 +170,17 @@ class AlignmentConfig(IngredientConfig):
                 "model.alignment is set with data.representation latents, and the image encoder needs images. Set "
                 "data.representation=images and data.local of prepared data, or model.alignment=null."
             )
+        yield from _recomputed_states(config, "model.alignment")
+
+
+def _recomputed_states(config: "Config", key: str) -> Iterator[str]:
+    """Describe a graph of a whole transformer in which hidden states would be kept within recomputed blocks."""
+    is_recomputed = config.model.architecture.is_transformer and config.trainer.activation_checkpointing
+    if is_recomputed and config.performance.compilation == "unet":
+        yield (
+            f"performance.compilation is unet with trainer.activation_checkpointing and {key}, which keeps hidden "
+            "states between blocks. Set performance.compilation=blocks."
+        )
 
 
 @dataclass(kw_only=True)

@@ -214,9 +214,7 @@ class Evaluation:
         return tasks
 
     def _is_done(self, result: Result, expected: Iterable[str]) -> bool:
-        """Check that the file of a result has all expected numbers; on the first rank the result gets those that it
-        has.
-        """
+        """Check that the file of a result has all expected numbers; on the first rank, take over its numbers."""
 
         def check() -> bool:
             path = self.folder / RESULTS / result.file_name

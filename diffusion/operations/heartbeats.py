@@ -97,8 +97,10 @@ class HeartbeatFile:
 def heartbeat_folder(config: Config, run: Path) -> Path:
     """Return the folder of a run's heartbeats; the run folder is given as it is reached from here."""
     folder = config.operations.heartbeat_folder
+    if not folder:
+        return run / HEARTBEATS
     name = hashlib.sha256(os.fsencode(os.path.abspath(run))).hexdigest()[:10]  # noqa: PTH100 -- without "..", links stay
-    return Path(folder).expanduser() / name if folder else run / HEARTBEATS
+    return Path(folder).expanduser() / name
 
 
 def stacks_file(folder: Path, rank: int) -> Path:

@@ -129,6 +129,7 @@ def test_sigterm_is_blocked_in_forked_processes_while_the_run_handles_it_and_no_
     callback: Any = SaveOnPreemption(nothing, tmp_path, nothing)
     callback.fit_start(state, nothing)
     assert is_blocked_in_a_fork(signal.SIGTERM)
+    assert is_blocked_in_a_fork(signal.SIGINT)
     signal.signal(signal.SIGTERM, before)
     assert not is_blocked_in_a_fork(signal.SIGTERM)
 
