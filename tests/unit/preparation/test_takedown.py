@@ -352,7 +352,7 @@ def write_latents(root, prepared):
 
 @pytest.mark.parametrize("erased", [False, True])
 def test_latents_of_what_was_removed_before_are_erased(tmp_path, erased):
-    """Of what was marked or erased in the prepared data alone."""
+    """The prepared data alone had marked or erased it."""
     write_folder(tmp_path / "set", 5)
     out, latents = tmp_path / "out", tmp_path / "latents"
     prepare([tmp_path / "set"], out, edges=[16])
