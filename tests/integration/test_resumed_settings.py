@@ -238,9 +238,10 @@ def _is_of_module(value: Any, key: str) -> bool:
 
 PROGRESS = re.compile(
     r".*(\.timestamp\..*|\._loaded\..*|\.averages\..*|\.dataset_state.*|\.load_path|\.identities.*"
-    r"|\._rng_state.*|\._since|\._last|\._changed|\._confirmed_at|\.holder\..*|\._begin\..*|\.last_epoch|\._last_lr\..*|\._step_count|\.lr)"
+    r"|\._rng_state.*|\._since|\._last|\._changed|\._confirmed_at|\.holder\..*|\._begin\..*|\.last_epoch|\._last_lr\..*|\._step_count|\.lr"
+    r"|\._descriptor)"
 )
-"""Values that say how far a run is."""
+"""Values that say how far a run is, and numbers of open files."""
 
 
 class Alibi(Algorithm):
