@@ -247,6 +247,9 @@ def preview(config: PrepareConfig, number: int) -> Selection:
         if not scanned:
             raise DataError(f"the sources hold no images: {', '.join(source.path for source in sources)}")
         scan = Scan(sources, scanned)
+        if config.captioner and config.captioner.chat:
+            url = storage.shown(config.captioner.chat.server.url)
+            logger.warning("%s is asked for captions of these images; its answers are not kept", url)
         score(config, scan, workers=Workers())
         return select(out, config, scan)
 
