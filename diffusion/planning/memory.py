@@ -19,7 +19,7 @@ from diffusion.config.data import ImageSize, microbatch_size
 from diffusion.config.loading import from_dict, to_yaml
 from diffusion.config.model import Compilation, ModelConfig
 from diffusion.config.schema import Config, Task
-from diffusion.config.training import NumberFormat, Parallelism, Precision
+from diffusion.config.training import NumberFormat, OptimizerName, Parallelism, Precision
 from diffusion.datasets.batch import BatchKey
 from diffusion.models.architectures import (
     ARCHITECTURES,
@@ -35,12 +35,13 @@ from diffusion.models.conditioning import Conditioning, text_width
 from diffusion.models.fast.compilation import find_units
 from diffusion.models.ingredients import Call, Caller, Ingredient, adapt, find_ingredients
 from diffusion.models.networks import Network, text_width_of
+from diffusion.optimizers import hidden_matrices
 
 WEIGHT_BYTES = GRADIENT_BYTES = EMA_BYTES = 4
 """Master weights, gradients and their averages are fp32."""
 
-ADAM_BYTES = 8
-"""AdamW holds two fp32 moments per parameter."""
+MOMENT_BYTES = 4
+"""A moment of a parameter is fp32: AdamW holds two, Muon one of each matrix."""
 
 FORMAT_BYTES = {NumberFormat.fp32: 4, NumberFormat.fp16: 2, NumberFormat.bf16: 2}
 
@@ -66,6 +67,9 @@ class ParameterCounts(NamedTuple):
 
     frozen: int = 0
     """Weights of networks that are only used, whole on each rank: VAE and text encoder; LPIPS for a VAE."""
+
+    matrices: int = 0
+    """Trained weights in matrices of hidden layers, which `optimizer.name: muon` updates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,13 +167,13 @@ def _states(config: Config, counts: ParameterCounts, num_ranks: int) -> list[Sta
     copy = (counts.trained + counts.fixed) * (4 if is_fp32 else 2)
 
     def state(name: str, part: Fraction, copy: int, is_chosen: bool) -> StateMemory:
-        trained, fixed = math.ceil(counts.trained * part), math.ceil(counts.fixed * part)
+        trained, fixed, matrices = (math.ceil(one * part) for one in (counts.trained, counts.fixed, counts.matrices))
         return StateMemory(
             name=name,
             is_chosen=is_chosen,
             weights=(trained + fixed) * WEIGHT_BYTES + copy,
             gradients=trained * GRADIENT_BYTES,
-            optimizer=trained * ADAM_BYTES,
+            optimizer=moment_bytes(config, trained, matrices),
             ema=trained * average_bytes(config),
         )
 
@@ -179,6 +183,11 @@ def _states(config: Config, counts: ParameterCounts, num_ranks: int) -> list[Sta
         state("fsdp, reshard_after_forward (FULL_SHARD)", shard, 0, is_fsdp and reshards),
         state("ddp", Fraction(1), 0 if is_fp32 else copy, not is_fsdp),
     ]
+
+
+def moment_bytes(config: Config, trained: int, matrices: int) -> int:
+    """Bytes of the optimizer's moments of trained parameters, of which some are in matrices of hidden layers."""
+    return MOMENT_BYTES * (2 * trained - (matrices if config.optimizer.name is OptimizerName.muon else 0))
 
 
 def average_bytes(config: Config) -> int:
@@ -215,11 +224,11 @@ def parameter_counts(config: Config) -> ParameterCounts:
         return _network_counts(to_yaml(config.model))
     settings = config.autoencoder
     with torch.device("meta"):
-        trained = _num_trained(build_vae(ARCHITECTURES[config.model.architecture], settings.vae).parameters())
+        parts: list[nn.Module] = [build_vae(ARCHITECTURES[config.model.architecture], settings.vae)]
         if settings.adversarial_weight > 0:
-            trained += _num_trained(PatchDiscriminator().parameters())
+            parts.append(PatchDiscriminator())
         frozen = sum(p.numel() for p in build_perceptual().parameters()) if settings.perceptual_weight > 0 else 0
-    return ParameterCounts(trained, 0, frozen)
+    return ParameterCounts(sum(_num_trained(part.parameters()) for part in parts), 0, frozen, _num_in_matrices(parts))
 
 
 def activation_bytes(config: Config, size: ImageSize) -> int | None:
@@ -285,7 +294,11 @@ def _network_counts(model: str) -> ParameterCounts:
     frozen += sum(p.numel() for one in ingredients for part in one.frozen.values() for p in part.parameters())
     trained = _num_trained(parts.parameters())
     fixed = sum(p.numel() for p in parts.parameters()) - trained
-    return ParameterCounts(trained, fixed, frozen)
+    return ParameterCounts(trained, fixed, frozen, _num_in_matrices(parts))
+
+
+def _num_in_matrices(parts: Iterable[nn.Module]) -> int:
+    return sum(_num_trained(hidden_matrices(part)) for part in parts)
 
 
 def _trained_parts(network: Network, ingredients: Iterable[Ingredient]) -> nn.ModuleList:

@@ -37,11 +37,13 @@ from diffusion.planning.storage import CheckpointPlan, TierPlan, plan_checkpoint
 UNKNOWN = "unknown"
 
 ASSUMPTIONS = [
-    "Memory: fp32 weights, gradients, AdamW moments and averages; fsdp gathers weights in the arithmetic's precision. "
+    "Memory: fp32 weights, gradients, moments of the optimizer and averages; fsdp gathers weights in the arithmetic's "
+    "precision. "
     "With reshard_after_forward the gathered block is not counted.",
     "Activations: what autograd keeps in the arithmetic's precision, nothing recomputed or compiled. Largest "
     f"microbatch: {CUDA_BYTES / 1e9:g} GB for CUDA, and at most {USABLE_MEMORY:.0%} of the memory.",
-    "Checkpoints: 4 bytes of each weight and, for those that are trained, 8 of AdamW and 4 of each started average.",
+    "Checkpoints: 4 bytes of each weight and, for those that are trained, of each moment of the optimizer and of each "
+    "started average.",
     "Latents: one caption per image, without keys and what MDS adds; no validation data.",
     "Days: images over plan.images_per_second of the whole fleet; no restart, evaluation, checkpoint or idle time.",
 ]

@@ -14,12 +14,12 @@ from diffusion.config.training import NumberFormat
 from diffusion.datasets.sample_order import order_settings
 from diffusion.models.architectures import latent_channels, text_shape, vae_factor
 from diffusion.planning.memory import (
-    ADAM_BYTES,
     FORMAT_BYTES,
     WEIGHT_BYTES,
     ParameterCounts,
     average_bytes,
     largest_size,
+    moment_bytes,
 )
 
 PLACEMENT_NUMBERS = 6
@@ -132,10 +132,10 @@ class CheckpointPlan:
 
 
 def plan_checkpoints(config: Config, counts: ParameterCounts) -> CheckpointPlan:
-    """Compute the bytes of the checkpoints that stay: 12 of each trained weight, and 4 of each started average."""
+    """Compute the bytes of the checkpoints that stay: weights, moments of those that are trained, started averages."""
     ema, trainer, total = config.algorithms.ema, config.trainer, planned_steps(config)
     steps = functools.partial(steps_of, config)
-    state = counts.fixed * WEIGHT_BYTES + counts.trained * (WEIGHT_BYTES + ADAM_BYTES)
+    state = (counts.fixed + counts.trained) * WEIGHT_BYTES + moment_bytes(config, counts.trained, counts.matrices)
     averages = counts.trained * average_bytes(config)
     interval = steps(trainer.save_interval, "trainer.save_interval")
     start = steps(ema.start, "algorithms.ema.start") if ema is not None else math.inf
