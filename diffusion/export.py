@@ -60,7 +60,7 @@ class ExportLayout(str, Enum):
     """Names and files of weights."""
 
     diffusers = "diffusers"
-    """A folder for `from_pretrained` with a card; or one file with the U-Net alone."""
+    """A folder for `from_pretrained` with a card; or one file with the network alone, without a text adapter."""
 
     ldm = "ldm"
     """One file with U-Net, VAE and text encoder, by the names of the original Stable Diffusion code."""

@@ -23,7 +23,9 @@ def parse_arguments() -> argparse.Namespace:
         "checkpoint",
         help="checkpoint, run folder or its `checkpoints` folder (newest checkpoint), or a file of averaged weights",
     )
-    parser.add_argument("out", type=Path, help="new folder; or FILE.safetensors for the U-Net alone in one file")
+    parser.add_argument(
+        "out", type=Path, help="new folder; or FILE.safetensors for the network alone, without a text adapter"
+    )
     parser.add_argument(
         "--layout",
         default="diffusers",

@@ -20,7 +20,10 @@ def parse_arguments() -> argparse.Namespace:
     command.set_defaults(run=serve)
     command.add_argument("models", nargs="+", metavar="NAME=FOLDER", help="images as scripts/generate.py writes them")
     command.add_argument(
-        "--prompts", type=Path, required=True, help=".txt, one per line; .tsv or .jsonl with prompt and category"
+        "--prompts",
+        type=Path,
+        required=True,
+        help=".txt, one per line; or .tsv, .csv, .jsonl, .json with prompt and category",
     )
     command.add_argument(
         "--votes", type=Path, required=True, help="SQLite file on a local disk; continued if it exists"

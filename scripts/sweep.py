@@ -1,9 +1,9 @@
 """Run a sweep: one run at several points of its configuration.
 
-    python scripts/sweep.py yamls/sweeps/learning_rate.yaml                              # one after the other, here
-    python scripts/sweep.py yamls/sweeps/learning_rate.yaml --launcher "composer -n 8"   # each on all GPUs
-    python scripts/sweep.py SWEEP.yaml --jobs 16 --launcher "sbatch --wait"              # sixteen jobs of a cluster
-    python scripts/sweep.py yamls/sweeps/learning_rate.yaml --table                      # the table only
+    python scripts/sweep.py SWEEP.yaml key=value ...                                     # one after the other, here
+    python scripts/sweep.py SWEEP.yaml key=value ... --launcher "composer -n 8"          # each on all GPUs
+    python scripts/sweep.py SWEEP.yaml key=value ... --jobs 16 --launcher "sbatch --wait"  # sixteen jobs of a cluster
+    python scripts/sweep.py SWEEP.yaml key=value ... --table                             # the table only
 
 The file format is that of `wandb sweep`. The same command continues a sweep without repeating finished points. Prints a
 table, best point first, and writes it to points.csv.

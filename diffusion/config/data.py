@@ -68,7 +68,7 @@ class StreamConfig:
     """One folder of shards, usually one resolution bucket."""
 
     name: str = location(MISSING)
-    """Folder below `data.remote` and `data.local`; the name of the stream in logs."""
+    """Folder below `remote` and `local` of its section; the name of the stream in logs."""
 
     remote: str | None = location(None)
     """Location of the shards, if not below `data.remote`: a path or a URI (s3://, gs://, sftp:// ...)."""
@@ -325,6 +325,9 @@ class ValidationConfig:
         """Describe wrong relations."""
         if isinstance(self.streams, list):
             yield from _stream_problems(self.streams, self.remote, f"{key}.streams")
+            for i, stream in enumerate(self.streams):
+                if stream.proportion is not None or stream.repeat is not None:
+                    yield f"{key}.streams.{i} has a proportion or repeat, but a sample is seen once. Remove it."
 
 
 def group_size(data: DataConfig) -> int:

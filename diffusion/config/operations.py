@@ -65,13 +65,15 @@ class SupervisionConfig:
     step."""
 
     pause_timeout: float = bounded(3600.0, above=0)
-    """Timeout in seconds while the slowest rank starts, compiles, evaluates, saves, ends, or is in its first steps."""
+    """Timeout in seconds while the slowest rank starts, compiles, evaluates, saves, draws samples, ends, or is in
+    its first steps."""
 
     max_restarts: int = bounded(10, min=0)
     """Consecutive restarts without a new step after which the supervisor ends."""
 
     first_pause: float = bounded(10.0, min=0)
-    """Seconds before a restart; doubled after each restart without a new step. No pause after exit code 75."""
+    """Seconds before a restart after a start with a new step; doubled after each start without one. No pause after
+    exit code 75."""
 
     longest_pause: float = bounded(600.0, min=0)
     """Maximum of seconds before a restart."""

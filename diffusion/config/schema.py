@@ -53,7 +53,7 @@ class Config:
     """Determines the initial weights, the order of the samples and every random number."""
 
     init_from: InitFromConfig | None = None
-    """Initial weights of the U-Net; null: random."""
+    """Initial weights of the network, or of the VAE with `task: autoencoder`; null: random."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)

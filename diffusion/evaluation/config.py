@@ -179,10 +179,10 @@ class ProtocolConfig:
     """Metrics to compute; `hpsv3` needs `networks.hpsv3`."""
 
     prompts: PromptsConfig | None = None
-    """Prompts; null: no metrics of prompts."""
+    """Prompts; a model needs them."""
 
     reference: ReferenceConfig | None = None
-    """Reference set; null: no metrics of a reference set."""
+    """Reference set; null only without metrics that need it."""
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     networks: NetworksConfig = field(default_factory=NetworksConfig)

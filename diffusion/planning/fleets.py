@@ -67,6 +67,9 @@ class Fleet:
     """In dollars."""
 
     gpu_memory_bytes: float | None = None
+    host_seconds: float = 0.0
+    """Time in which the host queues a step, however few images it has: the limit of small models on many GPUs."""
+
     deviation: float | None = None
     """Half the range of repeated measurements over their median; None for a single one."""
 
@@ -227,6 +230,8 @@ def _cost(price: float, amount: float | None) -> float | None:
 def rate_for(fleet: Fleet, config: Config) -> float:
     """Images per second of a fleet in a run: as given for its resolution, else by floating-point operations.
 
+    At most those of steps that the host queues one after the other.
+
     Raises:
         ConfigurationError: the rate is unknown.
     """
@@ -235,6 +240,11 @@ def rate_for(fleet: Fleet, config: Config) -> float:
             f"run {config.run_name} trains a VAE, but the rates of a fleet are of U-Nets: measure its images per "
             "second, and plan it with run.py --dry-run plan.images_per_second=..."
         )
+    limit = config.data.global_batch_size / fleet.host_seconds if fleet.host_seconds else math.inf
+    return min(_rate(fleet, config), limit)
+
+
+def _rate(fleet: Fleet, config: Config) -> float:
     side, model = config.data.resolution, config.model
     is_same = model.architecture is fleet.architecture and not (model.network or model.has_ingredients)
     if is_same and side in fleet.images_per_second:
@@ -286,7 +296,6 @@ def predict_images_per_second(
     num_parameters: int,
     global_batch_size: int,
     network: float = PUBLISHED_NETWORK,
-    host_seconds: float = 0.0,
 ) -> float:
     """Throughput of a fleet with SHARD_GRAD_OP and `performance.accumulate_locally`.
 
@@ -300,9 +309,8 @@ def predict_images_per_second(
         num_parameters: parameters of the network.
         global_batch_size: images per step.
         network: bytes per second of a node's network, in each direction.
-        host_seconds: time in which the host queues a step, however few images it has.
     """
-    computing = max(global_batch_size / num_gpus / images_per_gpu_second, host_seconds)
+    computing = global_batch_size / num_gpus / images_per_gpu_second
     moved = num_parameters * NETWORK_BYTES * (num_gpus - 1) / num_gpus
     communicating = moved / (GPU_LINK if num_gpus <= GPUS_PER_NODE else network)
     exposed = max(0.0, communicating - BACKWARD_SHARE * computing)
@@ -324,7 +332,7 @@ def read_fleets(path: Path) -> list[Fleet]:
             architecture = Architecture(entry.get("architecture", Architecture.stable_diffusion_2.value))
             _amount("num_gpus", entry["num_gpus"])
             fields = {"name": str(entry["name"]), "num_gpus": int(str(entry["num_gpus"])), "images_per_second": rates}
-            for name in ("price_per_gpu_hour", "gpu_memory_bytes", "deviation"):
+            for name in ("price_per_gpu_hour", "gpu_memory_bytes", "host_seconds", "deviation"):
                 if (value := entry.get(name)) is not None:
                     fields[name] = _amount(name, value, may_be_zero=name != "gpu_memory_bytes")
             fleets.append(Fleet(**{**entry, **fields, "architecture": architecture}))
@@ -395,11 +403,11 @@ def fleets_from_benchmark(
                     num_parameters=num_parameters,
                     global_batch_size=global_batch_size,
                     network=network,
-                    host_seconds=min(waiting, default=0.0),
                 )
                 for side, row in best.items()
             },
             architecture=architecture,
+            host_seconds=min(waiting, default=0.0),
             deviation=deviation,
             **options,
         )
@@ -423,7 +431,8 @@ def format_budgets(budgets: Sequence[Budget], failures: Failures) -> str:
     }
     parts = [f"{title}\n{table}\n" for title, rows in tables.items() if (table := _table(rows))]
     notes = f"""Assumed
-  - Images per second at other resolutions and of other networks go by floating-point operations.
+  - Images per second at other resolutions and of other networks go by floating-point operations. A step takes at least
+    the time in which the host queued one of the measured network.
   - Interval of checkpoints: for one failure in {failures.gpu_hours_between:,.0f} GPU-hours and stalls of \
 {failures.save_seconds:g} s.
   - Storage: data and kept checkpoints, for the days of each run. Egress: of runs with data.remote, each sample once

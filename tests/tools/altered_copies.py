@@ -1,7 +1,6 @@
 """Copies of training images, altered in several ways: `python -m tests.tools.altered_copies PREPARED OUT`."""
 
 import io
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import numpy as np
 from PIL import Image
 
 from diffusion.evaluation.images import PreparedSamples
+from diffusion.launch import CommandParser, run_command
 
 
 def recompressed(image: Image.Image) -> Image.Image:
@@ -40,14 +40,21 @@ ALTERED: dict[str, Callable[[Image.Image], Image.Image]] = {
 }
 
 
-def main(prepared: Path, out: Path, num: int = 300) -> None:
+NUM_IMAGES = 300
+
+
+def main() -> None:
     """Write a folder of images for each alteration."""
-    samples = PreparedSamples(prepared / "train")
+    parser = CommandParser(description=__doc__)
+    parser.add_argument("prepared", type=Path, help="prepared data")
+    parser.add_argument("out", type=Path, help="new folder")
+    arguments = parser.parse_args()
+    samples, out = PreparedSamples(arguments.prepared / "train"), arguments.out
     for name, alter in ALTERED.items():
         (out / name).mkdir(parents=True)
-        for i in np.linspace(0, len(samples) - 1, num).astype(int):
+        for i in np.linspace(0, len(samples) - 1, NUM_IMAGES).astype(int):
             alter(samples.keyed_image(int(i))[1]).save(out / name / f"{i:05d}.png")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    raise SystemExit(run_command(main))

@@ -222,9 +222,13 @@ def test_a_step_is_not_shorter_than_the_host_needs():
     path = ROOT / "benchmarks" / "2026-11-27-H200.jsonl"
     options = {**SD2, "network": PUBLISHED_NETWORK, "architecture": Architecture.stable_diffusion_2}
     few, many = fleets_from_benchmark(path, [8, 128], **options)
-    assert many.images_per_second[256] == pytest.approx(2048 / 0.289, rel=0.02)
-    assert many.images_per_second[512] == pytest.approx(2048 / 0.289, rel=0.02)
-    assert few.images_per_second[512] == pytest.approx(8 * 157, rel=0.02)
+    first, second, small = (
+        load_config(f"yamls/{name}.yaml", may_miss=is_location) for name in ("phase1", "phase2", "small_256")
+    )
+    assert rate_for(many, first) == pytest.approx(2048 / 0.289, rel=0.02)
+    assert rate_for(many, second) == pytest.approx(2048 / 0.289, rel=0.02)
+    assert rate_for(few, second) == pytest.approx(8 * 157, rel=0.02)
+    assert rate_for(few, small) == pytest.approx(256 / 0.289, rel=0.02), "nor is that of a smaller model"
 
 
 def test_each_run_has_the_measured_rate_of_its_own_batch_and_architecture(tmp_path):
