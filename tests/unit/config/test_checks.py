@@ -283,7 +283,7 @@ def test_legal_combinations(configuration, overrides):
         (["trainer.reduce_precision=fp16"], 1, ["trainer.reduce_precision is fp16", "trainer.precision amp_bf16"]),
         (["data.streams.0.proportion=0.5"], 1, ["data.streams has no proportion for b"]),
         (["data.streams=[{name: a, proportion: 1, repeat: 2}]"], 1, ["data.streams.0 has a proportion and a repeat"]),
-        (["validation={local: a, streams: [{name: a, repeat: 2}]}"], 1, ["validation.streams.0 has a proportion or repeat"]),
+        (["validation={local: a, streams: [{name: a, repeat: 2}]}"], 1, ["validation.streams.0 has a proportion"]),
         (["data.streams=[{name: a, repeat: 0}]"], 1, ["data.streams.0.repeat is 0.0"]),
         (["data.streams=[]"], 1, ["data.streams is empty"]),
         (["data.streams=[{name: a}, {name: a}]"], 1, ["data.streams has 'a' 2 times"]),
