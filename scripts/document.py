@@ -13,6 +13,7 @@ from diffusion.config.fields import CHECK, Limits, TimeLimits
 from diffusion.config.resumption import effect_of
 from diffusion.config.schema import Config
 from diffusion.evaluation.config import EvaluationConfig
+from diffusion.launch import CommandParser, run_command
 from diffusion.preparation.config import PrepareConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -88,5 +89,11 @@ def _shown_default(field: dataclasses.Field[Any]) -> str:
     return "to be set" if value == MISSING else f"`{json.dumps(value, ensure_ascii=False)}`"
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Write the page."""
+    CommandParser(description=__doc__).parse_args()
     PAGE.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(main))

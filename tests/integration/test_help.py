@@ -6,7 +6,7 @@ import sys
 
 from tests.tools.training_runs import ROOT, environment
 
-SCRIPTS = sorted(path.name for path in ROOT.glob("scripts/*.py") if path.name != "document.py")  # Without arguments.
+SCRIPTS = sorted(path.name for path in ROOT.glob("scripts/*.py"))
 COMMANDS = [["run.py"], ["evaluate.py"], *([f"scripts/{name}"] for name in SCRIPTS)]
 MODULES = ("benchmarks", "benchmarks.leaderboard", "benchmarks.quarter_hour", "demo", "verification.verify_elastic")
 COMMANDS += [["-m", module] for module in MODULES]
