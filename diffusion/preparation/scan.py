@@ -33,7 +33,6 @@ from diffusion.formats.data_set import (
     REREAD,
     SCAN,
     SCORES,
-    SELECTION,
 )
 from diffusion.preparation.config import LimitsConfig, PrepareConfig
 from diffusion.preparation.engine import Workers, death_error, limited_time, progress_bar, run
@@ -317,7 +316,8 @@ def _add_partitions(
     `listed` is what they hold where that is known and nothing was scanned. `only` is that of `scan_sources`.
     """
     out, last = config.out, max((one.generation for one in scan.partitions), default=0)
-    generation = last + storage.exists(storage.join(out, SELECTION, f"{last}.json"))
+    finished = storage.read_json(storage.join(out, MANIFEST), {}).get("generations", ())
+    generation = max(last, len(finished))  # An unfinished one takes in what has come meanwhile.
     parts = list(scan.partitions)
     scanned = scan.files()
     for index, source in enumerate(scan.sources):
