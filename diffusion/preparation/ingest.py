@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from diffusion import storage
 from diffusion.config.loading import to_dict
-from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.errors import BusyError, ConfigurationError, DataError, MachineError
 from diffusion.formats.data_set import DEAD_LETTERS, MANIFEST, METADATA, SCAN
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.engine import Workers, run
@@ -135,10 +135,17 @@ class Ingestion:
             logger.warning("an interrupted growth is begun again: %s", error)
 
     def _prepare(self, only: Taken) -> None:
-        try:
-            prepare(self._config, only=only, report=self._report, progress=True)
-        except NothingKeptError as error:
-            logger.warning("%s; the data set begins with the first image that is kept", error)
+        """Prepare, after waiting for another writer of the data set, such as a takedown."""
+        while True:
+            try:
+                prepare(self._config, only=only, report=self._report, progress=True)
+                return
+            except NothingKeptError as error:
+                logger.warning("%s; the data set begins with the first image that is kept", error)
+                return
+            except BusyError as error:
+                logger.warning("%s", error)
+                self._pause.wait(self._poll)
 
     def _gather(self) -> list[Message]:
         """Wait until enough has come, or the first of it has waited long enough."""
