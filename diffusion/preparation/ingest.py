@@ -213,14 +213,16 @@ class Ingestion:
         """Delete the messages whose objects are in the data set, and those that are dead letters."""
         named = {uri for message in messages for uri in message.objects}
         dead = {one["object"] for one in self._dead_letters if "object" in one}
-        missing = find_missing(self._config, self._sources, named | dead) | self._unfit
-        if not dead <= missing:  # The list must not name an image that can be taken down.
-            self._dead_letters = [one for one in self._dead_letters if one.get("object") not in dead - missing]
+        listed = dead.union(*(one.get("objects", ()) for one in self._dead_letters))
+        missing = find_missing(self._config, self._sources, named | listed) | self._unfit
+        if not listed <= missing:  # The list must not name an image that can be taken down.
+            letters = (_without_objects(one, listed - missing) for one in self._dead_letters)
+            self._dead_letters = [one for one in letters if one is not None]
             _write_dead_letters(self._config.out, self._dead_letters)
         done = []
         for message in messages:
             absent = sorted(message.objects.keys() & missing)
-            problem = message.problem or (f"{absent[0]} is not in the data set" if absent else "")
+            problem = message.problem or (_absence(absent) if absent else "")
             if problem and message.num_deliveries < self._attempts:
                 continue  # It is delivered again.
             if problem and not (absent and dead.issuperset(absent)):
@@ -349,6 +351,19 @@ def find_failing(
                 return {(arrivals[0].uri, arrivals[0].version): str(error)}
     half = len(arrivals) // 2
     return find_failing(config, sources, arrivals[:half]) | find_failing(config, sources, arrivals[half:])
+
+
+def _absence(objects: Sequence[str]) -> str:
+    return f"{objects[0]} is not in the data set"
+
+
+def _without_objects(letter: dict[str, Any], known: set[str]) -> dict[str, Any] | None:
+    """Take objects out of a dead letter; None if it names no others."""
+    objects = letter.get("objects", [letter.get("object")])
+    left = [uri for uri in objects if uri not in known]
+    if left == objects:
+        return letter
+    return {**letter, "objects": left, "reason": _absence(left)} if left else None
 
 
 def _read_dead_letters(out: str) -> list[dict[str, Any]]:
