@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, NoReturn
@@ -35,7 +35,7 @@ from diffusion.preparation.scan import Scan, Scanner, ScanTask, Taken, local_met
 from diffusion.preparation.sources import Source
 from diffusion.preparation.sources.detection import is_empty, source_config
 from diffusion.preparation.sources.reading import file_of
-from diffusion.storage import UnavailableError
+from diffusion.storage import T, UnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -135,14 +135,16 @@ class Ingestion:
             logger.warning("an interrupted growth is begun again: %s", error)
 
     def _prepare(self, only: Taken) -> None:
-        """Prepare, after waiting for another writer of the data set, such as a takedown."""
+        try:
+            self._when_free(prepare, self._config, only=only, report=self._report, progress=True)
+        except NothingKeptError as error:
+            logger.warning("%s; the data set begins with the first image that is kept", error)
+
+    def _when_free(self, change: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        """Change the data set, after waiting for another writer, such as a takedown."""
         while True:
             try:
-                prepare(self._config, only=only, report=self._report, progress=True)
-                return
-            except NothingKeptError as error:
-                logger.warning("%s; the data set begins with the first image that is kept", error)
-                return
+                return change(*arguments, **options)
             except BusyError as error:
                 logger.warning("%s", error)
                 self._pause.wait(self._poll)
@@ -195,7 +197,7 @@ class Ingestion:
                 if not failing and is_repeated:
                     raise
                 if failing or isinstance(error, DataError):
-                    discard_unfinished(self._config.out)
+                    self._when_free(discard_unfinished, self._config.out)
                 is_repeated = not failing  # Files may have changed meanwhile; then they are left out.
                 arrivals = self._without(arrivals, failing)
 
