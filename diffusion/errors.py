@@ -48,6 +48,10 @@ class UnavailableError(MachineError):
     """A store or server does not answer, or answers with a failure that may pass."""
 
 
+class BusyError(MachineError):
+    """Another process holds the lock or the lease."""
+
+
 class PreemptedError(Exception):
     """The run ends, and its next start continues: after a signal (a checkpoint was saved) or a wrong loss."""
 

@@ -30,7 +30,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from fsspec.spec import AbstractBufferedFile
 
-from diffusion.errors import DataError, MachineError, UnavailableError
+from diffusion.errors import ConfigurationError, DataError, MachineError, UnavailableError
 from diffusion.files import atomic_path, hash_file, unique_partial
 
 logger = logging.getLogger(__name__)
@@ -228,7 +228,7 @@ def write(uri: str, content: bytes, access: Access | None = None) -> None:
     Folders are made. One request to a store, so at most 5 GiB.
     """
     if is_url(uri):
-        _attempt(uri, access, lambda store: _s3(store).write(uri, content))
+        _attempt(uri, access, lambda store: _s3(store, uri).write(uri, content))
         return
     with writing(uri):
         Path(uri).parent.mkdir(parents=True, exist_ok=True)
@@ -239,7 +239,7 @@ def write(uri: str, content: bytes, access: Access | None = None) -> None:
 
 def read_version(uri: str, access: Access | None = None) -> tuple[bytes, str]:
     """Read an object of S3 and its version."""
-    return _attempt(uri, access, lambda store: _s3(store).read_version(uri))
+    return _attempt(uri, access, lambda store: _s3(store, uri).read_version(uri))
 
 
 def replace(uri: str, content: bytes, version: str | None, access: Access | None = None) -> str:
@@ -250,7 +250,7 @@ def replace(uri: str, content: bytes, version: str | None, access: Access | None
     Raises:
         ChangedFileError: it has another version. If an answer was lost, that may be the one of an earlier attempt.
     """
-    return _attempt(uri, access, lambda store: _s3(store).replace(uri, content, version))
+    return _attempt(uri, access, lambda store: _s3(store, uri).replace(uri, content, version))
 
 
 def delete_version(uri: str, version: str, access: Access | None = None) -> None:
@@ -259,7 +259,7 @@ def delete_version(uri: str, version: str, access: Access | None = None) -> None
     Raises:
         ChangedFileError: it has another version.
     """
-    _attempt(uri, access, lambda store: _s3(store).delete_version(uri, version))
+    _attempt(uri, access, lambda store: _s3(store, uri).delete_version(uri, version))
 
 
 def write_json(uri: str, value: Any) -> None:
@@ -281,7 +281,7 @@ def read_json(uri: str, default: Any = ...) -> Any:
 
 def upload(path: Path, uri: str, access: Access | None = None) -> None:
     """Copy a file of this machine to S3; it exists there as a whole, or as before."""
-    _attempt(uri, access, lambda store: _s3(store).upload(path, uri))
+    _attempt(uri, access, lambda store: _s3(store, uri).upload(path, uri))
 
 
 def delete(uris: Iterable[str], access: Access | None = None) -> None:
@@ -294,7 +294,7 @@ def delete(uris: Iterable[str], access: Access | None = None) -> None:
     uris = list(filter(is_url, uris))
     for start in range(0, len(uris), _PAGE_KEYS):
         some = uris[start : start + _PAGE_KEYS]
-        _attempt(some[0], access, lambda store, some=some: _s3(store).delete(some))
+        _attempt(some[0], access, lambda store, some=some: _s3(store, some[0]).delete(some))
 
 
 @contextmanager
@@ -390,7 +390,7 @@ def retry(path: str, read: Callable[[], T]) -> T:
 
 def _attempt(uri: str, access: Access | None, request: Callable[["_Store"], T]) -> T:
     """Make a request to the store of a URI, several times while the store does not answer."""
-    access = access or Access(attempts=int(os.environ.get("AWS_MAX_ATTEMPTS", "8")))
+    access = access or Access(attempts=_num_attempts())
     store = _store_of(uri, access)
     first_failure: float | None = None
     for number in itertools.count(1):
@@ -408,9 +408,16 @@ def _attempt(uri: str, access: Access | None, request: Callable[["_Store"], T]) 
     raise AssertionError
 
 
-def _s3(store: "_Store") -> "_S3Store":
+def _num_attempts() -> int:
+    given = os.environ.get("AWS_MAX_ATTEMPTS") or "8"
+    if not given.isdecimal():
+        raise ConfigurationError(f"AWS_MAX_ATTEMPTS is {given!r}; set it to a number, or unset it")
+    return int(given)
+
+
+def _s3(store: "_Store", uri: str) -> "_S3Store":
     if not isinstance(store, _S3Store):
-        raise DataError("only s3:// can be written")
+        raise DataError(f"{shown(uri)} cannot be written to; choose a folder or s3://BUCKET/PREFIX")
     return store
 
 
@@ -755,9 +762,15 @@ class _FsspecStore:
         import fsspec
 
         try:
-            return fsspec.filesystem(self._scheme)
-        except (ImportError, ValueError) as error:
+            fsspec.get_filesystem_class(self._scheme)
+        except (ImportError, ValueError) as error:  # A ValueError says that fsspec knows no package for it.
             raise MachineError(f"{self._scheme}:// needs a package: {error}; install it with pip") from error
+        try:
+            return fsspec.filesystem(self._scheme)
+        except ValueError as error:
+            raise MachineError(
+                f"{self._scheme}:// has no valid credentials; set those that its package reads from the environment"
+            ) from error
 
     def page(self, folder: str, token: str) -> tuple[list[StoredFile], str | None]:
         store, files = self._files, []

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from diffusion import storage
 from diffusion.distributed import USER_ERROR_EXIT_CODE, agree, broadcast, rank
-from diffusion.errors import MachineError, UserError, explained_writes
+from diffusion.errors import BusyError, MachineError, UserError, explained_writes
 from diffusion.files import unique_partial
 from diffusion.formats.run_folder import LEASE
 from diffusion.operations import timeouts
@@ -335,7 +335,8 @@ def await_lease(applicant: Applicant, activity: str, remedy: str) -> Lease:
     The activity of another holder, and the remedy against it, are for the message.
 
     Raises:
-        MachineError: its holder is alive, or it cannot be written.
+        BusyError: its holder is alive.
+        MachineError: it cannot be written.
     """
     is_waiting = False
     with explained_writes(f"the lease {applicant.record}"):
@@ -344,7 +345,7 @@ def await_lease(applicant: Applicant, activity: str, remedy: str) -> Lease:
                 if applicant.is_held:
                     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.time))
                     other = f"process {holder.pid} on {holder.host} holds {applicant.record}, since {began}"
-                    raise MachineError(f"{activity}: {other}. {remedy}")
+                    raise BusyError(f"{activity}: {other}. {remedy}")
                 if not is_waiting:
                     is_waiting = True
                     message = "process %d on %s holds %s: waiting up to %.0f s for its next renewal"

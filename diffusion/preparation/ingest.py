@@ -16,14 +16,14 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, NoReturn
 
 from diffusion import storage
 from diffusion.config.loading import to_dict
-from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.errors import BusyError, ConfigurationError, DataError, MachineError
 from diffusion.formats.data_set import DEAD_LETTERS, MANIFEST, METADATA, SCAN
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.engine import Workers, run
@@ -35,7 +35,7 @@ from diffusion.preparation.scan import Scan, Scanner, ScanTask, Taken, local_met
 from diffusion.preparation.sources import Source
 from diffusion.preparation.sources.detection import is_empty, source_config
 from diffusion.preparation.sources.reading import file_of
-from diffusion.storage import UnavailableError
+from diffusion.storage import T, UnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -136,9 +136,18 @@ class Ingestion:
 
     def _prepare(self, only: Taken) -> None:
         try:
-            prepare(self._config, only=only, report=self._report, progress=True)
+            self._when_free(prepare, self._config, only=only, report=self._report, progress=True)
         except NothingKeptError as error:
             logger.warning("%s; the data set begins with the first image that is kept", error)
+
+    def _when_free(self, change: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        """Change the data set, after waiting for another writer, such as a takedown."""
+        while True:
+            try:
+                return change(*arguments, **options)
+            except BusyError as error:
+                logger.warning("%s", error)
+                self._pause.wait(self._poll)
 
     def _gather(self) -> list[Message]:
         """Wait until enough has come, or the first of it has waited long enough."""
@@ -188,7 +197,7 @@ class Ingestion:
                 if not failing and is_repeated:
                     raise
                 if failing or isinstance(error, DataError):
-                    discard_unfinished(self._config.out)
+                    self._when_free(discard_unfinished, self._config.out)
                 is_repeated = not failing  # Files may have changed meanwhile; then they are left out.
                 arrivals = self._without(arrivals, failing)
 
@@ -206,14 +215,16 @@ class Ingestion:
         """Delete the messages whose objects are in the data set, and those that are dead letters."""
         named = {uri for message in messages for uri in message.objects}
         dead = {one["object"] for one in self._dead_letters if "object" in one}
-        missing = find_missing(self._config, self._sources, named | dead) | self._unfit
-        if not dead <= missing:  # The list must not name an image that can be taken down.
-            self._dead_letters = [one for one in self._dead_letters if one.get("object") not in dead - missing]
+        listed = dead.union(*(one.get("objects", ()) for one in self._dead_letters))
+        missing = find_missing(self._config, self._sources, named | listed) | self._unfit
+        if not listed <= missing:  # The list must not name an image that can be taken down.
+            letters = (_without_objects(one, listed - missing) for one in self._dead_letters)
+            self._dead_letters = [one for one in letters if one is not None]
             _write_dead_letters(self._config.out, self._dead_letters)
         done = []
         for message in messages:
             absent = sorted(message.objects.keys() & missing)
-            problem = message.problem or (f"{absent[0]} is not in the data set" if absent else "")
+            problem = message.problem or (_absence(absent) if absent else "")
             if problem and message.num_deliveries < self._attempts:
                 continue  # It is delivered again.
             if problem and not (absent and dead.issuperset(absent)):
@@ -342,6 +353,19 @@ def find_failing(
                 return {(arrivals[0].uri, arrivals[0].version): str(error)}
     half = len(arrivals) // 2
     return find_failing(config, sources, arrivals[:half]) | find_failing(config, sources, arrivals[half:])
+
+
+def _absence(objects: Sequence[str]) -> str:
+    return f"{objects[0]} is not in the data set"
+
+
+def _without_objects(letter: dict[str, Any], known: set[str]) -> dict[str, Any] | None:
+    """Take objects out of a dead letter; None if it names no others."""
+    objects = letter.get("objects", [letter.get("object")])
+    left = [uri for uri in objects if uri not in known]
+    if left == objects:
+        return letter
+    return {**letter, "objects": left, "reason": _absence(left)} if left else None
 
 
 def _read_dead_letters(out: str) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from diffusion import storage
-from diffusion.errors import DataError, MachineError
+from diffusion.errors import BusyError, DataError, MachineError
 from diffusion.files import PARTIAL, lock
 from diffusion.formats import data_set
 from diffusion.operations.lease import Applicant, await_lease, held
@@ -30,7 +30,8 @@ def claim(out: str, kind: str | None = None) -> Iterator[None]:
 
     Raises:
         DataError: the folder holds another data set, or other files.
-        MachineError: another process is writing there, or the folder cannot be written to.
+        BusyError: another process is writing there.
+        MachineError: the folder cannot be written to.
     """
     with _leased(storage.join(out, data_set.WRITER)) if storage.is_url(out) else _locked(out):
         if kind is not None:
@@ -116,7 +117,7 @@ def _locked(out: str) -> Iterator[None]:
             Path(out).mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock(Path(out), timeout=0))
         except TimeoutError as error:
-            raise MachineError(f"another process is writing to {out}; wait for it or choose another folder") from error
+            raise BusyError(f"another process is writing to {out}; wait for it or choose another folder") from error
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise MachineError(

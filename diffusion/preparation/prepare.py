@@ -232,7 +232,7 @@ def preview(config: PrepareConfig, number: int) -> Selection:
         MachineError: a source cannot be read.
     """
     _check(config)
-    sources = open_configured(config)
+    sources = open_configured(config, anew=True)
     with TemporaryDirectory(prefix="preview-", dir=config.scratch) as out:
         config = replace(config, out=out, buckets=replace(config.buckets, min_samples=None, reject_small=False))
         scanner = Scanner(out, to_dict(config.limits))

@@ -33,7 +33,6 @@ from diffusion.formats.data_set import (
     REREAD,
     SCAN,
     SCORES,
-    SELECTION,
 )
 from diffusion.preparation.config import LimitsConfig, PrepareConfig
 from diffusion.preparation.engine import Workers, death_error, limited_time, progress_bar, run
@@ -81,6 +80,8 @@ from diffusion.preparation.records import (
 from diffusion.preparation.removed import Removed
 from diffusion.preparation.sources import Source, from_description, open_sources
 from diffusion.preparation.sources.base import REVISION
+from diffusion.preparation.sources.detection import source_config
+from diffusion.preparation.sources.huggingface import pinned
 from diffusion.preparation.sources.reading import matches, printable
 
 logger = logging.getLogger(__name__)
@@ -177,7 +178,7 @@ def scan_sources(
             or a source has changed in what was scanned before.
         MachineError: a file cannot be read or written, or a worker died.
     """
-    sources = open_configured(config, as_scanned=only is not None)
+    sources = open_configured(config, as_scanned=only is not None, anew=overwrite)
     _check_apart(sources, config.out)
     settings = {"limits": to_dict(config.limits), "partition_size": config.partition_size}
     scan = Scan([], [], settings)
@@ -209,11 +210,27 @@ def scan_sources(
     return scan
 
 
-def open_configured(config: PrepareConfig, *, as_scanned: bool = False) -> list[Source]:
-    """Open the sources of a configuration; with `as_scanned`, those of the scan as what they were then."""
-    scanned = Scan.read(config.out).sources if as_scanned and storage.exists(storage.join(config.out, SCAN)) else ()
+def open_configured(config: PrepareConfig, *, as_scanned: bool = False, anew: bool = False) -> list[Source]:
+    """Open the sources of a configuration; with `as_scanned`, those of the scan as what they were then.
+
+    A data set of the hub without a revision stays at the commit of the scan, unless `anew`.
+    """
+    entries = list(map(source_config, config.sources))
+    scanned: Sequence[Source] = ()
+    if not anew and storage.exists(storage.join(config.out, SCAN)):
+        scanned = Scan.read(config.out).sources
+    for number, (entry, source) in enumerate(zip(entries, scanned, strict=False)):
+        if (path := pinned(entry.path, source)) != entry.path:
+            entries[number] = replace(entry, path=path)
+            if not as_scanned:
+                logger.info("%s: what was scanned stays; --overwrite takes the newest commit", path)
     return open_sources(
-        config.sources, config.image_column, config.caption_column, config.limits, config.partition_size, scanned
+        entries,
+        config.image_column,
+        config.caption_column,
+        config.limits,
+        config.partition_size,
+        scanned if as_scanned else (),
     )
 
 
@@ -236,7 +253,7 @@ def _check_same(out: str, scan: Scan, sources: Sequence[Source], settings: dict[
     if different := changed_settings(scan.settings, settings):
         what = f"other settings ({', '.join(different)})"
     elif given != [source.description() for source in scan.sources]:
-        what = f"other sources ({', '.join(source.path for source in scan.sources)})"
+        what = f"other sources (to continue, give {', '.join(source.path for source in scan.sources)})"
     else:
         return
     raise SettingsError(
@@ -317,7 +334,8 @@ def _add_partitions(
     `listed` is what they hold where that is known and nothing was scanned. `only` is that of `scan_sources`.
     """
     out, last = config.out, max((one.generation for one in scan.partitions), default=0)
-    generation = last + storage.exists(storage.join(out, SELECTION, f"{last}.json"))
+    finished = storage.read_json(storage.join(out, MANIFEST), {}).get("generations", ())
+    generation = max(last, len(finished))  # An unfinished one takes in what has come meanwhile.
     parts = list(scan.partitions)
     scanned = scan.files()
     for index, source in enumerate(scan.sources):

@@ -16,7 +16,7 @@ from google.api_core import exceptions
 
 from diffusion import storage
 from diffusion.distributed import agree
-from diffusion.errors import DataError, MachineError, UserError, error_context
+from diffusion.errors import ConfigurationError, DataError, MachineError, UserError, error_context
 from diffusion.files import hash_file
 from diffusion.storage import Access, ForbiddenFileError, MissingFileError, UnavailableError
 from tests.tools.faulty_proxy import FaultyProxy
@@ -136,6 +136,30 @@ def test_an_outage_of_hours_is_bridged(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("random.random", lambda: 0.0)
     request = Mock(side_effect=[*[UnavailableError("gone")] * 1100, "content"])
     assert storage._attempt("memory://x", Access(seconds=3600.0), request) == "content"
+
+
+def test_a_wrong_number_of_attempts_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "a").write_bytes(b"content")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "")
+    assert storage.read(str(tmp_path / "a")) == b"content"
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "many")
+    with pytest.raises(ConfigurationError, match="AWS_MAX_ATTEMPTS"):
+        storage.read(str(tmp_path / "a"))
+
+
+def test_a_store_that_cannot_be_written_to_is_named():
+    with pytest.raises(DataError, match="memory://x/y"):
+        storage.write("memory://x/y", b"")
+
+
+def test_missing_credentials_are_no_missing_package(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fsspec, "get_filesystem_class", Mock())
+    monkeypatch.setattr(fsspec, "filesystem", Mock(side_effect=ValueError))
+    with pytest.raises(MachineError, match="credentials"):
+        storage.stat("az://x/y")
+    monkeypatch.setattr(fsspec, "get_filesystem_class", Mock(side_effect=ImportError))
+    with pytest.raises(MachineError, match="package"):
+        storage.stat("az://x/y")
 
 
 def test_names_and_secrets():

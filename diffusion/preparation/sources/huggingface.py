@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from diffusion.errors import DataError, MachineError, first_line
 from diffusion.preparation.records import Partition, Partitions
-from diffusion.preparation.sources.base import compare
+from diffusion.preparation.sources.base import Source, compare
 from diffusion.preparation.sources.reading import printable
 from diffusion.preparation.sources.tables import BATCH_ROWS, Batch, TableSource, raise_if_not_damage
 
@@ -91,18 +91,14 @@ def open_huggingface(text: str, settings: dict[str, Any]) -> HuggingFaceSource:
         DataError: there is no such data set or split, it needs code to be run, or a column is missing.
         MachineError: `datasets` is not installed, or the hub does not answer.
     """
-    parts = text.removeprefix(PREFIX).split(":")
-    dataset, _, revision = parts[0].partition("@")
-    if not dataset or len(parts) > 3:
-        raise DataError(f"{text} does not name a data set; write {SPELLING}")
-    split, configuration = parts[1] if parts[1:] and parts[1] else "train", parts[2] if parts[2:] else None
+    dataset, revision, split, configuration = _parse(text)
     try:
         from datasets.exceptions import DatasetNotFoundError
         from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
     except ImportError as error:
         raise MachineError(f"{text} needs the package datasets; uv pip install -e '.[huggingface]'") from error
     try:
-        commit = _commit_of(dataset, revision or None)
+        commit = _commit_of(dataset, revision)
         root = f"hf://datasets/{dataset}@{commit}" if commit else str(Path(dataset).absolute())
         source = HuggingFaceSource(
             name=dataset.rstrip("/").rpartition("/")[2], root=root, dataset=dataset, revision=commit, split=split,
@@ -118,6 +114,24 @@ def open_huggingface(text: str, settings: dict[str, Any]) -> HuggingFaceSource:
     except OSError as error:
         raise MachineError(f"{text}: the hub does not answer ({type(error).__name__}); try the same again") from error
     return source
+
+
+def pinned(text: str, scanned: Source) -> str:
+    """Add the commit of a scanned source to an entry of the same data that names no revision; return others as is."""
+    if not (text.startswith(PREFIX) and isinstance(scanned, HuggingFaceSource) and scanned.revision):
+        return text
+    unpinned = (scanned.dataset, None, scanned.split, scanned.configuration)
+    return scanned.path if _parse(text) == unpinned else text
+
+
+def _parse(text: str) -> tuple[str, str | None, str, str | None]:
+    """Return data set, revision, split and configuration of an entry."""
+    parts = text.removeprefix(PREFIX).split(":")
+    dataset, _, revision = parts[0].partition("@")
+    if not dataset or len(parts) > 3:
+        raise DataError(f"{text} does not name a data set; write {SPELLING}")
+    split, configuration = [*parts[1:], "", ""][:2]
+    return dataset, revision or None, split or "train", configuration or None
 
 
 def _commit_of(dataset: str, revision: str | None) -> str | None:

@@ -177,6 +177,23 @@ def test_stopped_while_growing(growing, tmp_path, monkeypatch, moment):
     assert tree(tmp_path / "out") == tree(growing / "undisturbed")
 
 
+def test_images_that_come_after_an_interruption_belong_to_the_same_growth(tmp_path, monkeypatch):
+    source, stopped, trees = tmp_path / "set", [tmp_path / "scored", tmp_path / "written"], []
+    write_folder(source, 6)
+    for out in stopped:
+        prepare([source], out, **OPTIONS)
+    write_folder(source, 6, start=100)
+    for out, moment in zip(stopped, ("prepare.select", "write.write_indexes"), strict=True):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(f"diffusion.preparation.{moment}", Mock(side_effect=KeyboardInterrupt))
+            prepare([source], out, **OPTIONS)
+    write_folder(source, 6, start=50)
+    for out in stopped:
+        assert [one.kept for one in prepare([source], out, **OPTIONS).generations] == [6, 12]
+        trees.append(tree(out))
+    assert trees[0] == trees[1]
+
+
 @pytest.mark.parametrize("moment", ["scan.run", "scan.Scan.write"])
 def test_a_takedown_reaches_the_listing_of_a_growth(tmp_path, monkeypatch, moment):
     source, out = tmp_path / "set", tmp_path / "out"

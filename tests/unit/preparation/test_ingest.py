@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from contextlib import ExitStack
 from unittest.mock import Mock
 
 import pyarrow as pa
@@ -18,6 +19,7 @@ from diffusion.preparation import ingest
 from diffusion.preparation.config import CaptionerConfig, PrepareConfig
 from diffusion.preparation.ingest import Ingestion, find_failing, find_missing, list_arrivals
 from diffusion.preparation.notifications import Message, Queue, parse_event
+from diffusion.preparation.output import claim
 from diffusion.preparation.scan import open_configured
 from diffusion.preparation.score import score
 from diffusion.preparation.sources.base import size_of_partitions
@@ -287,6 +289,22 @@ def test_an_object_that_fails_again_and_again_is_a_dead_letter_and_blocks_no_oth
     assert dead_letters(out) == [], "and can be taken down without a trace"
 
 
+def test_a_growth_waits_for_a_takedown(tmp_path, monkeypatch):
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 3)
+    ingestion = ingestion_of(source, out)
+    ingestion.grow()
+    write_folder(source, 3, start=10)
+    monkeypatch.setattr(ingest, "find_failing", searching := Mock(return_value={}))
+    with ExitStack() as takedown:
+        takedown.enter_context(claim(str(out), "prepared"))
+        waits = iter([Mock(), takedown.close])  # Between two looks, and for the takedown.
+        monkeypatch.setattr(ingestion, "_pause", Mock(wait=lambda _: next(waits)()))
+        ingestion.grow()
+    assert PreparedManifest.read(str(out)).kept == 6
+    assert [call.args[2] for call in searching.call_args_list] == [[]], "no arrival is suspected"
+
+
 def test_a_growth_that_failed_leaves_nothing(tmp_path, denied):
     source, out = tmp_path / "set", tmp_path / "out"
     write_folder(source, 9)
@@ -519,6 +537,21 @@ def test_which_messages_are_deleted(tmp_path):
         ("elsewhere for long", ["s3://other/0001.png"]),
         ("damaged for long", None),
     ]
+
+
+def test_a_dead_letter_of_a_message_names_no_object_that_came_later(tmp_path):
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 2)
+    ingestion, uris = ingestion_of(source, out), [f"{source}/{number:04}.png" for number in (10, 11)]
+    ingestion.grow([message("early", *uris, deliveries=9)])
+    assert [one["objects"] for one in dead_letters(out)] == [uris]
+    write_folder(source, 1, start=10)
+    ingestion.grow()
+    assert [one["objects"] for one in dead_letters(out)] == [uris[1:]]
+    assert uris[0] not in (out / "dead_letters.jsonl").read_text()
+    write_folder(source, 1, start=11)
+    ingestion.grow()
+    assert dead_letters(out) == []
 
 
 def test_a_message_of_an_image_that_was_taken_down(tmp_path):

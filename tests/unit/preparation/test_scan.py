@@ -252,8 +252,7 @@ def test_growth(folder, out):
     write_folder(folder, 3, start=100)
     grown = scan([folder], out, partition_size=4)
     assert [one.generation for one in grown.partitions] == [0, 0, 0, 0]
-    (out / "selection").mkdir()
-    (out / "selection" / "0.json").write_text("{}")
+    (out / "manifest.json").write_text('{"generations": [{}]}')
     write_folder(folder, 5, start=200)
     grown = scan([folder], out, partition_size=4)
     assert [one.generation for one in grown.partitions] == [0, 0, 0, 0, 1, 1]

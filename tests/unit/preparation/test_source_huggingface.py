@@ -15,6 +15,7 @@ from diffusion.preparation.sources import detection, open_sources
 from diffusion.preparation.sources.huggingface import HuggingFaceSource
 from diffusion.preparation.sources.reading import list_folder
 from tests.tools.image_files import noise, write_tar
+from tests.tools.preparing import prepare
 from tests.tools.sources import open_source, partitions, read, reasons, write_known
 
 datasets = pytest.importorskip("datasets", reason="needs datasets: uv pip install -e '.[huggingface]'")
@@ -170,6 +171,22 @@ class TestStreaming:
             assert isinstance(source, HuggingFaceSource) and source.revision == commits[revision]
         with pytest.raises(DataError, match="no such data set or revision"):
             open_source("hf-dataset:someone/set@none")
+
+    def test_a_preparation_stays_at_the_commit_that_it_began_with(self, dataset, tmp_path, monkeypatch):
+        dataset.to_parquet(tmp_path / "train-0.parquet")
+        builder, out = datasets.load_dataset_builder(str(tmp_path)), tmp_path / "out"
+        head = Mock(sha="a" * 40)
+        monkeypatch.setattr(HfApi, "dataset_info", lambda _, name, revision: Mock(sha=revision or head.sha))
+        monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: builder)
+        entry = "hf-dataset:someone/moving"
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("diffusion.preparation.prepare.write", Mock(side_effect=KeyboardInterrupt))
+            prepare([entry], out, edges=[4])
+        head.sha = "b" * 40
+        manifest = prepare([entry], out, edges=[4])
+        assert manifest.sources[0].path == f"{entry}@{'a' * 40}:train"
+        assert prepare([entry], out, edges=[4]) == manifest
+        assert prepare([entry], out, edges=[4], overwrite=True).sources[0].path == f"{entry}@{head.sha}:train"
 
     def test_the_files_of_a_folder_are_listed_again_when_it_has_grown(self, dataset, tmp_path, monkeypatch):
         (tmp_path / "set").mkdir()
