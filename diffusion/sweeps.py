@@ -57,6 +57,10 @@ class Point:
     folder: Path
 
 
+_OF_CHOICES = ("categorical", "constant")
+"""Distributions of listed values."""
+
+
 def read_sweep(path: Path) -> Sweep:
     """Read a sweep file; what needs wandb's server is a `ConfigurationError`."""
     sweep = {"method": "grid", "program": "run.py", "metric": {}, **read_yaml(path)}
@@ -92,6 +96,10 @@ def read_sweep(path: Path) -> Sweep:
             raise ConfigurationError(
                 f"{path}: parameters.{key} must be a group of keys, such as {{values: [1, 2]}} or {{min: 1, max: 2}}"
             )
+        unknown = parameter.keys() - {"value", "values", "min", "max", "distribution"}
+        if unknown or (_choices(parameter) and parameter.get("distribution", "categorical") not in _OF_CHOICES):
+            names = ", ".join(sorted(unknown)) or "values and a distribution"
+            raise ConfigurationError(f"{path}: parameters.{key} has {names}, which needs `wandb sweep {path}`")
     if not isinstance(name := sweep["metric"].get("name", TRAIN_LOSS), str):
         raise ConfigurationError(f"{path}: metric.name is {name!r}, and must be a text")
     if (goal := sweep["metric"].get("goal", "minimize")) not in ("minimize", "maximize"):
@@ -109,7 +117,12 @@ def choose_values(sweep: Sweep, seed: int) -> list[dict[str, Any]]:
         choices = [_choices(parameter) for parameter in parameters.values()]
         if [] in choices:
             raise ConfigurationError(f"parameters.{list(parameters)[choices.index([])]}: a grid needs `values`")
-        return [dict(zip(parameters, values, strict=True)) for values in itertools.product(*choices)]
+        points = [dict(zip(parameters, values, strict=True)) for values in itertools.product(*choices)]
+        if len(points) > sweep.get("run_cap", len(points)):
+            raise ConfigurationError(
+                f"run_cap is {sweep['run_cap']}, but the grid has {len(points)} points: remove one"
+            )
+        return points
     if "run_cap" not in sweep:
         raise ConfigurationError("a random sweep needs run_cap, its number of points")
     return [

@@ -90,6 +90,7 @@ def stop(run: Path) -> None:
 
 def resume(run: Path, overrides: list[str]) -> None:
     """Become the supervisor of a run."""
+    from diffusion.formats.run_folder import read_config
     from diffusion.operations.runs import is_running, read_supervisor
 
     if is_running(run):
@@ -99,6 +100,12 @@ def resume(run: Path, overrides: list[str]) -> None:
         raise ConfigurationError(
             f"{run} was never started by scripts/supervise.py, so its command is unknown: repeat its command, which "
             "continues it"
+        )
+    trained = Path(supervisor.folder, Path(read_config(run).output_folder).expanduser())
+    is_named = any(override.startswith("output_folder=") for override in overrides)
+    if trained.resolve() != run.resolve() and not is_named:
+        raise ConfigurationError(
+            f"{run} was moved or copied: its command trains {trained}. Give output_folder={run.resolve()}, too"
         )
     program = Path(__file__).resolve().with_name("supervise.py")
     try:

@@ -8,7 +8,7 @@ from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoint, Remot
 from diffusion.config.checks import steps_of
 from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError, MachineError
-from diffusion.formats.run_folder import LEASE
+from diffusion.formats.run_folder import LEASE, read_request
 from diffusion.operations.lease import active_holder
 from diffusion.operations.runs import absolute, checkpoints_of, is_running, read_supervisor
 from diffusion.storage import is_url, join
@@ -52,6 +52,8 @@ def find_superseded(run: Path, config: Config, num_kept: int | None) -> list[Pat
         )
     if is_running(run) or active_holder(join(location, LEASE) if is_url(location) else Path(location, LEASE)):
         raise MachineError("it is running")
+    if (rollback := read_request(run)) is not None:
+        raise MachineError(f"a rollback to step {rollback.limit} or before is pending: start the run first")
     every = None
     if settings.keep_every is not None:
         every = steps_of(config, settings.keep_every, "trainer.keep_every")

@@ -24,7 +24,7 @@ from diffusion.formats.run_folder import LEASE, ROLLBACK, SUPERVISED
 from diffusion.operations import supervisor as supervisor_module
 from diffusion.operations.events import EventLog, read_events
 from diffusion.operations.heartbeats import HeartbeatFile, HeartbeatRecord, Phase, read_heartbeats
-from diffusion.operations.processes import kill, tree
+from diffusion.operations.processes import is_alive, kill, tree
 from diffusion.operations.supervisor import Supervisor, split_command
 from tests.tools.training_runs import ROOT, environment
 
@@ -201,6 +201,28 @@ def test_a_run_that_is_at_work_is_refused_also_when_its_supervisor_is_gone_until
     finally:
         kill(ranks)
     assert names(tmp_path) == ["started", "started", "finished"]
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_ranks_of_a_start_by_hand_are_left_alone(tmp_path, is_before):
+    """It begins before the supervisor's next start, or while the job imports, which is rejected then."""
+    beats, acts = tmp_path / "beats", tmp_path / "other.json"
+    acts.write_text(json.dumps([WAITS]))
+    other = f"setsid {sys.executable} {ROOT}/tests/tools/acting_rank.py {beats} {acts} & "
+    wait = f"until [ -s {beats}/rank-0.json ] && [ -s {beats}/rank-1.json ]; do sleep 0.1; done; exit 2"
+    begin, begun = ["bash", "-c", other + wait], []
+    if is_before:
+        supervisor = supervisor_of(
+            tmp_path, [FINISHES], lambda: begun.append(subprocess.run(begin, cwd=ROOT, check=False))
+        )
+    else:
+        supervisor = supervisor_of(tmp_path, [], launcher=begin)
+    try:
+        assert supervisor.run() == 2
+        assert "another start" in read_events(tmp_path)[-1]["reason"]
+        assert [is_alive(beat) for beat in read_heartbeats(beats)] == [True, True]
+    finally:
+        kill(tree([beat.pid for beat in read_heartbeats(beats)]))
 
 
 def test_a_job_of_another_host_keeps_its_heartbeats(tmp_path):

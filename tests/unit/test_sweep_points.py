@@ -106,6 +106,9 @@ def test_a_point_has_the_same_name_wherever_it_comes(tmp_path):
         ("program: null\nparameters: {seed: {values: [1]}}\n", "program"),
         ("metric: {name: [a]}\nparameters: {seed: {values: [1]}}\n", "metric.name"),
         ("parameters: 5\n", "parameters"),
+        ("method: random\nrun_cap: 2\nparameters: {seed: {values: [1, 2], probabilities: [0, 1]}}\n", "probabilities"),
+        ("method: random\nrun_cap: 2\nparameters: {seed: {values: [1, 2], distribution: normal}}\n", "distribution"),
+        ("run_cap: 1\nparameters: {seed: {values: [1, 2]}}\n", "run_cap is 1"),
         ("parameters: {optimizer.lr: {values: [-1]}}\n", "optimizer.lr"),
     ],
 )

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,7 +19,17 @@ from diffusion.checkpointing.save import write_file
 from diffusion.config.loading import load_config, to_public_yaml
 from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError, MachineError
-from diffusion.formats.run_folder import BUDGET, COSTS, FINISHED, LEASE, SUPERVISED, find_runs
+from diffusion.formats.run_folder import (
+    BUDGET,
+    COSTS,
+    FINISHED,
+    LEASE,
+    ROLLBACK,
+    SUPERVISED,
+    Rollback,
+    find_runs,
+    request_rollback,
+)
 from diffusion.operations.costs import Activity, CostsFile, StartCosts
 from diffusion.operations.heartbeats import HeartbeatFile, HeartbeatRecord, Phase, heartbeat_folder
 from diffusion.operations.lease import Applicant
@@ -206,6 +217,19 @@ def test_a_run_goes_on_with_the_command_of_its_supervisor(tmp_path, monkeypatch)
         runs_command.resume(run, [])
 
 
+def test_a_copy_of_a_run_does_not_go_on_in_the_original(tmp_path, monkeypatch):
+    write_run(tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    os.close(supervise(tmp_path / "copy", os.getpid(), ["--", "composer", "run.py", "a.yaml"]))
+    called: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda program, arguments: called.append(arguments))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match=f"trains {tmp_path}/run"):
+        runs_command.resume(Path("copy"), [])
+    runs_command.resume(Path("copy"), [f"output_folder={tmp_path}/copy"])
+    assert len(called) == 1
+
+
 def test_old_checkpoints_go_and_those_of_a_run_at_work_stay(tmp_path):
     run = tmp_path / "run"
     config = write_run(run, "trainer.keep_every=4ba")
@@ -218,6 +242,10 @@ def test_old_checkpoints_go_and_those_of_a_run_at_work_stay(tmp_path):
     with pytest.raises(MachineError, match="running"):
         find_superseded(run, config, num_kept=1)
     (run / LEASE).unlink()
+    request_rollback(run, Rollback(step=8, loss="nan", limit=7, time=1.0))
+    with pytest.raises(MachineError, match="rollback to step 7"):
+        find_superseded(run, config, num_kept=1)
+    (run / ROLLBACK).unlink()
     assert [path.name for path in find_superseded(run, config, num_kept=1)] == ["ep0-ba2.pt", "ep0-ba6.pt"]
     names = ["ep0-ba2.pt", "ep0-ba4.pt", "ep0-ba6.pt", "ep0-ba8.pt", "ep0-ba10.pt"]
     runs_command.prune([tmp_path], 1, is_confirmed=False)
