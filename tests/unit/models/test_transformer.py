@@ -16,6 +16,7 @@ from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.networks import predict
 from diffusion.models.sampling import image_seeds, initial_latents
 from diffusion.models.tokenizers import tokenize
+from tests.tools.latent_models import latent_batch, perturb
 from tests.tools.pipelines import write_model
 
 SMALL = {"hidden_size": 64, "num_heads": 4, "depth": 2, "axes_dim": (8, 8)}
@@ -32,9 +33,7 @@ def build(routing: TokenRoutingConfig | None = None) -> LatentDiffusion:
 @pytest.fixture(scope="module")
 def model() -> LatentDiffusion:
     model = build().eval()
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.network.parameters():  # The modulations are zero at first, and so is the influence of t.
-        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    perturb(model.network.parameters(), 0.05)
     return model
 
 
@@ -43,14 +42,8 @@ def token_ids(model: LatentDiffusion, *captions: str) -> Tensor:
 
 
 def batch(model: LatentDiffusion, num: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
     captions = ["a red circle", "a blue star on a white background", "", "a green square"]
-    return {
-        BatchKey.LATENT_MEAN: torch.randn(num, 4, 8, 8, generator=generator),
-        BatchKey.LATENT_LOGVAR: torch.full((num, 4, 8, 8), -4.0),
-        BatchKey.TOKEN_IDS: token_ids(model, *(captions[i % 4] for i in range(num))),
-        BatchKey.SAMPLE: torch.arange(num),
-    }
+    return latent_batch(num) | {BatchKey.TOKEN_IDS: token_ids(model, *(captions[i % 4] for i in range(num)))}
 
 
 def test_the_loss_does_not_depend_on_the_microbatch(model):
