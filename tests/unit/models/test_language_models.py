@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline
-from torch import Tensor
 from transformers import AutoModel, Qwen3Model, T5EncoderModel
 
 from diffusion.config.ingredients import TextAdapterConfig
@@ -27,7 +25,7 @@ from diffusion.models.tokenizers import caption_tokenizer, load_tokenizer, token
 from diffusion.planning.memory import parameter_counts
 from tests.tools.language_models import WIDTHS, WORDS, write_language_model
 from tests.tools.latent_models import caption_batch, perturb
-from tests.tools.pipelines import write_model
+from tests.tools.pipelines import images_of_model, images_of_pipeline, read_pipeline, write_model
 
 LONG = " ".join(WORDS[i % len(WORDS)] for i in range(85))
 NETWORKS = {
@@ -146,23 +144,19 @@ def test_an_export_gives_the_images_of_generate(folders, tmp_path, kind, is_adap
         config = config_of(folders[kind], architecture, adapter)
     model = build(config).eval()
     write_model(model, tmp_path, resolution=32)
-    is_masked = architecture is Architecture.tiny_transformer
     write_prompt_encoder(tmp_path, config)
     for ingredient in model.ingredients:
         ingredient.write(tmp_path, model.frozen, model.get_submodule(ingredient.part).state_dict())
-    pipeline = DiffusionPipeline.from_pretrained(tmp_path, local_files_only=True)
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = read_pipeline(tmp_path)
     latents = initial_latents(image_seeds(5, 1), (4, 8, 8), torch.device("cpu"))
-    shared: dict[str, Any] = {"num_inference_steps": 2, "latents": latents, "guidance_scale": 3.0}
-    own: dict[str, Any] = {"use_resolution_binning": False} if is_masked else {"height": 32, "width": 32}
-    expected = model.generate(LONG, "a star", height=32, width=32, output="tensor", progress=False, **shared)
-    found = pipeline(**PromptEncoder(tmp_path)(LONG, "a star"), output_type="pt", **shared, **own).images
-    assert isinstance(expected, Tensor)
-    assert expected.std() > 0.01
+    options: dict[str, Any] = {"num_inference_steps": 2, "height": 32, "width": 32}
+    expected = images_of_model(model, LONG, "a star", latents=latents, **options)
+    arguments = PromptEncoder(tmp_path)(LONG, "a star")
+    found = images_of_pipeline(pipeline, None, latents=latents, **arguments, **options)
     assert (found - expected).abs().max() < 1e-4
     arguments = PromptEncoder(tmp_path).to("cpu", torch.bfloat16)(LONG, "a star")
-    shared["latents"] = latents.bfloat16()
-    found = pipeline.to(torch.bfloat16)(**arguments, output_type="pt", **shared, **own).images
+    pipeline.to(torch.bfloat16)
+    found = images_of_pipeline(pipeline, None, latents=latents.bfloat16(), **arguments, **options)
     assert (found - expected).abs().mean() < 0.05
 
 
