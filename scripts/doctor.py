@@ -44,9 +44,8 @@ def doctor(arguments: Sequence[str]) -> None:
     def report() -> None:
         print(format_table(verdicts), flush=True)
         if options.json is not None:
-            rows = [asdict(verdict) for verdict in verdicts]
             with explained_writes(options.json):
-                write_json(options.json, rows)
+                write_json(options.json, [asdict(verdict) for verdict in verdicts])
 
     agree(lambda: report() if is_first_rank() else None)
     num_problems = sum(verdict.level is Level.problem for verdict in verdicts)

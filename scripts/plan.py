@@ -79,9 +79,8 @@ def main(arguments: Sequence[str]) -> None:
     budgets = [make_budget(configs, chosen, **settings) for chosen in choices]
     print(format_budgets(budgets, failures))
     if options.json is not None:
-        rows = [asdict(budget) for budget in budgets]
         with explained_writes(options.json):
-            write_json(options.json, rows)
+            write_json(options.json, [asdict(budget) for budget in budgets])
 
 
 def choose_fleets(words: Sequence[str], configs: Sequence[Config], fleets: "Sequence[list[Fleet]]") -> "list[Fleet]":
