@@ -49,7 +49,7 @@ from diffusion.checkpointing.resume import (
 )
 from diffusion.checkpointing.roll_back import roll_back
 from diffusion.composer_models import AutoencoderTraining, LatentDiffusionTraining
-from diffusion.config.checks import check, check_machine, planned_steps, resolve_device, steps_of
+from diffusion.config.checks import check, check_device, planned_steps, resolve_device, steps_of
 from diffusion.config.data import Shuffling, microbatch_size
 from diffusion.config.loading import to_public_yaml
 from diffusion.config.model import Posterior
@@ -169,7 +169,7 @@ def start_ranks(config: Config) -> Device:
     """Join the process group and seed this rank; return its device. A UserError says what this machine lacks."""
     num_gpus = torch.cuda.device_count()
     ranks = dist.get_local_world_size()
-    check_machine(config, num_gpus=num_gpus, bf16_supported=computes_bf16(), local_world_size=ranks)
+    check_device(config, num_gpus=num_gpus, bf16_supported=computes_bf16(), local_world_size=ranks)
     device = resolve_device(config.trainer.device, num_gpus)
     if device is Device.cpu and not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(1)  # The last bits of sums depend on it.

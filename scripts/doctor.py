@@ -6,7 +6,6 @@
 Exit code: 2 for a problem, else 0.
 """
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 from diffusion.config.loading import load_config
 from diffusion.distributed import agree, is_first_rank
 from diffusion.errors import UserError, explained_writes
+from diffusion.files import write_json
 from diffusion.launch import CommandParser, output_file, run_command
 
 if TYPE_CHECKING:
@@ -44,9 +44,8 @@ def doctor(arguments: Sequence[str]) -> None:
     def report() -> None:
         print(format_table(verdicts), flush=True)
         if options.json is not None:
-            rows = [asdict(verdict) for verdict in verdicts]
             with explained_writes(options.json):
-                options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+                write_json(options.json, [asdict(verdict) for verdict in verdicts])
 
     agree(lambda: report() if is_first_rank() else None)
     num_problems = sum(verdict.level is Level.problem for verdict in verdicts)

@@ -9,7 +9,6 @@ The YAMLs are consecutive runs. A fleet is one of the published table, an object
 measured by `python -m benchmarks`. Days exclude failures and restarts.
 """
 
-import json
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from diffusion.config.fields import check_sections
 from diffusion.config.loading import load_config
 from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError, explained_writes
+from diffusion.files import write_json
 from diffusion.launch import CommandParser, output_file, positive, positive_number, run_command
 
 if TYPE_CHECKING:
@@ -79,9 +79,8 @@ def main(arguments: Sequence[str]) -> None:
     budgets = [make_budget(configs, chosen, **settings) for chosen in choices]
     print(format_budgets(budgets, failures))
     if options.json is not None:
-        rows = [asdict(budget) for budget in budgets]
         with explained_writes(options.json):
-            options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+            write_json(options.json, [asdict(budget) for budget in budgets])
 
 
 def choose_fleets(words: Sequence[str], configs: Sequence[Config], fleets: "Sequence[list[Fleet]]") -> "list[Fleet]":

@@ -38,6 +38,7 @@ def main() -> None:
     """Run the unfinished points, print the table."""
     options = parse_arguments()
     from diffusion.errors import MachineError, explained_writes
+    from diffusion.files import write_atomically
     from diffusion.sweeps import LOG, make_points, read_sweep, result_table, run_points
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -50,7 +51,7 @@ def main() -> None:
     table = result_table(points, sweep["metric"], failed)
     with explained_writes(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        table.to_csv(folder / "points.csv", index=False)
+        write_atomically(folder / "points.csv", table.to_csv(index=False))
     print(table.to_string(index=False, na_rep="", float_format="%.4g"))
     if failed:
         listed = "\n".join(f"  - {folder / name / LOG}: {reason}" for name, reason in failed.items())

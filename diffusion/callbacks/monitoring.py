@@ -64,7 +64,7 @@ _PHASES = {
 _NUM_STEPS = 50
 """Steps in the median of the step time."""
 
-_KINDS = {
+_ACTIVITIES = {
     Event.BEFORE_DATALOADER: Activity.data,
     Event.AFTER_DATALOADER: Activity.training,
     Event.BATCH_END: Activity.between,
@@ -203,7 +203,7 @@ class CostMeter(Callback):
         self._furthest = 0
         self._costs: StartCosts | None = None
         self._file: CostsFile | None = None
-        self._kind, self._since = Activity.starting, time.time()
+        self._activity, self._since = Activity.starting, time.time()
 
     @property
     def is_spent(self) -> bool:
@@ -257,12 +257,12 @@ class CostMeter(Callback):
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         """Start the kind of time of the event, and write in each step."""
         super().run_event(event, state, logger)
-        if self._costs is None or event not in _KINDS:
+        if self._costs is None or event not in _ACTIVITIES:
             return
         now, step = time.time(), state.timestamp.batch.value
         self._add(self._costs, now)
         is_repeated = event is Event.AFTER_DATALOADER and step < self._furthest
-        self._kind = Activity.repeated if is_repeated else _KINDS[event]
+        self._activity = Activity.repeated if is_repeated else _ACTIVITIES[event]
         if event is Event.BATCH_END:
             self._costs.reached = step
             self._costs.flops += _flops(state)
@@ -277,7 +277,7 @@ class CostMeter(Callback):
             self._file = self._costs = None
 
     def _add(self, costs: StartCosts, now: float) -> None:
-        costs.seconds[self._kind.value] += max(0.0, now - self._since)
+        costs.seconds[self._activity.value] += max(0.0, now - self._since)
         self._since = now
 
     def _write(self, now: float) -> None:

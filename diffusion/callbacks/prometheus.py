@@ -38,7 +38,7 @@ class PrometheusLogger(LoggerDestination):
         is_first = dist.get_global_rank() == 0
         agree(lambda: self._server.enter_context(served(self._settings, self._read)) if is_first else None)
 
-    def _read(self) -> names.Metrics:
+    def _read(self) -> names.MetricValues:
         return {self._run.name: self._numbers | read_run_metrics(self._run, self._heartbeats)}
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:

@@ -350,7 +350,7 @@ def resolve_device(device: Device, num_gpus: int) -> Device:
     return Device.gpu if num_gpus else Device.cpu
 
 
-def check_machine(config: Config, *, num_gpus: int, bf16_supported: bool, local_world_size: int = 1) -> None:
+def check_device(config: Config, *, num_gpus: int, bf16_supported: bool, local_world_size: int = 1) -> None:
     """Raise a MachineError with all problems if this machine, with its GPUs and ranks, cannot run a configuration."""
     is_gpu = resolve_device(config.trainer.device, num_gpus) is Device.gpu
     raise_all(

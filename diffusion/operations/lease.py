@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 from diffusion import storage
 from diffusion.distributed import USER_ERROR_EXIT_CODE, agree, broadcast, rank
@@ -54,28 +53,11 @@ class Holder(ProcessRecord):
     """Random identity of the lease."""
 
 
-class _Record(Protocol):
-    """Stored content of a lease. Each method may raise an OSError or a UserError."""
-
-    def read(self) -> bytes | None:
-        """Read the content; None if there is none."""
-        ...
-
-    def take(self, content: bytes, previous: bytes | None) -> bool:
-        """Write a content in place of the one that was read last; return False if that has changed meanwhile."""
-        ...
-
-    def renew(self, content: bytes) -> None:
-        """Write the next content of the same lease, after `read`."""
-        ...
-
-    def remove(self) -> None:
-        """Remove the own content, after `read`."""
-        ...
-
-
 class _FileRecord:
-    """File that stays open while its lease is held; its constant size needs no space on a full disk."""
+    """File that stays open while its lease is held; its constant size needs no space on a full disk.
+
+    Each method may raise an OSError.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -85,12 +67,14 @@ class _FileRecord:
         return str(self._path)
 
     def read(self) -> bytes | None:
+        """Read the content; None if there is none."""
         try:
             return self._path.read_bytes()
         except FileNotFoundError:
             return None
 
     def take(self, content: bytes, previous: bytes | None) -> bool:
+        """Write a content in place of the one that was read last; return False if that has changed meanwhile."""
         path = self._path if previous is None else unique_partial(self._path)
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -107,18 +91,23 @@ class _FileRecord:
         return False
 
     def renew(self, content: bytes) -> None:
+        """Write the next content of the same lease, after `read`."""
         assert self._descriptor is not None
         os.pwrite(self._descriptor, content, 0)
         os.fsync(self._descriptor)  # Other hosts see it then.
 
     def remove(self) -> None:
+        """Remove the own content, after `read`."""
         assert self._descriptor is not None
         os.close(self._descriptor)
         self._path.unlink()
 
 
 class _ObjectRecord:
-    """Object of S3, written and removed on condition that its version is the one that was read or written last."""
+    """Object of S3 with the methods of `_FileRecord`; each may raise a UserError.
+
+    It is written and removed on condition that its version is the one that was read or written last.
+    """
 
     def __init__(self, uri: str, access: Access | None) -> None:
         self._uri, self._access = uri, access
@@ -148,6 +137,10 @@ class _ObjectRecord:
         assert self._version is not None
         with suppress(ChangedFileError, MissingFileError):
             storage.delete_version(self._uri, self._version, self._access)
+
+
+_Record = _FileRecord | _ObjectRecord
+"""Stored content of a lease."""
 
 
 class Lease:

@@ -51,7 +51,7 @@ MEANINGS = {
     DONE: "Checkpoints that are evaluated, or skipped",
 }
 
-Metrics = Mapping[str, Mapping[str, float]]
+MetricValues = Mapping[str, Mapping[str, float]]
 """Values by run and name."""
 
 
@@ -70,7 +70,7 @@ def read_run_metrics(run: Path, heartbeats: Path) -> dict[str, float]:
 
 
 @contextmanager
-def served(settings: PrometheusConfig | None, read: Callable[[], Metrics]) -> Iterator[int | None]:
+def served(settings: PrometheusConfig | None, read: Callable[[], MetricValues]) -> Iterator[int | None]:
     """Serve metrics at `/metrics` during the block, in threads; nothing without settings. Yields the port.
 
     Each scrape reads the values anew.
@@ -91,7 +91,7 @@ def served(settings: PrometheusConfig | None, read: Callable[[], Metrics]) -> It
         server.server_close()
 
 
-def _start(settings: PrometheusConfig, read: Callable[[], Metrics]) -> Any:
+def _start(settings: PrometheusConfig, read: Callable[[], MetricValues]) -> Any:
     """Start the server, at a free port if the configured one is in use."""
     try:
         from prometheus_client import CollectorRegistry, start_http_server

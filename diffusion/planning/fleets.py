@@ -20,8 +20,8 @@ from diffusion.planning.plan import (
     UNKNOWN,
     Plan,
     largest_microbatch,
+    number_text,
     plan_run,
-    shown,
     size_text,
     training_flops,
 )
@@ -460,12 +460,12 @@ def _cost_row(budget: Budget) -> dict[str, str]:
         days += f" ({budget.days - spread:,.2f} to {budget.days + spread:,.2f})"
     return {
         "fleet": budget.name,
-        **{f"{plan.run_name} img/s": shown(plan.images_per_second, "{:,.0f}") for plan in budget.plans},
+        **{f"{plan.run_name} img/s": number_text(plan.images_per_second, "{:,.0f}") for plan in budget.plans},
         "days": days,
         "GPU-hours": f"{budget.gpu_hours:,.0f}",
-        "cost": shown(budget.gpu_cost, "${:,.0f}"),
-        "+ storage": shown(budget.storage_cost, "${:,.0f}"),
-        "+ egress": shown(budget.egress_cost, "${:,.0f}"),
+        "cost": number_text(budget.gpu_cost, "${:,.0f}"),
+        "+ storage": number_text(budget.storage_cost, "${:,.0f}"),
+        "+ egress": number_text(budget.egress_cost, "${:,.0f}"),
         **{f"{run.plan.run_name} save": f"{run.save_interval_steps:,}ba" for run in budget.runs},
     }
 
@@ -489,10 +489,10 @@ def _data_row(plan: Plan) -> dict[str, str]:
     epochs = plan.num_images / plan.num_samples if plan.num_samples else None
     return {
         "run": plan.run_name,
-        "epochs": shown(epochs, "{:,.2f}"),
-        "bytes per sample": shown(plan.tiers.sample_bytes, "{:,}"),
+        "epochs": number_text(epochs, "{:,.2f}"),
+        "bytes per sample": number_text(plan.tiers.sample_bytes, "{:,}"),
         "data": size_text(plan.tiers.data_bytes),
-        "checkpoints kept": shown(plan.checkpoints.num_kept, "{:,}"),
+        "checkpoints kept": number_text(plan.checkpoints.num_kept, "{:,}"),
         "together": size_text(plan.checkpoints.kept_bytes),
     }
 

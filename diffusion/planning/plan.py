@@ -128,11 +128,11 @@ def format_plan(plan: Plan, missing: Mapping[str, str] | None = None) -> str:
             f"{math.ceil(share / memory.microbatch_size)} x {memory.microbatch_size}",
         ),
         *[(f"stream {stream.name}", _stream(stream)) for stream in plan.epoch.streams],
-        ("epoch", shown(plan.epoch.num_steps, "{:,} steps")),
-        ("throughput", shown(plan.images_per_second, "{:,g} images/s", "plan.images_per_second")),
-        ("time", shown(plan.days, f"{{:,.2f}} days on {plan.num_ranks} GPU{'s' if plan.num_ranks > 1 else ''}")),
-        ("GPU-hours", shown(plan.gpu_hours, "{:,.0f}")),
-        ("cost", shown(plan.cost, "${:,.0f}", "plan.images_per_second and plan.price_per_gpu_hour")),
+        ("epoch", number_text(plan.epoch.num_steps, "{:,} steps")),
+        ("throughput", number_text(plan.images_per_second, "{:,g} images/s", "plan.images_per_second")),
+        ("time", number_text(plan.days, f"{{:,.2f}} days on {plan.num_ranks} GPU{'s' if plan.num_ranks > 1 else ''}")),
+        ("GPU-hours", number_text(plan.gpu_hours, "{:,.0f}")),
+        ("cost", number_text(plan.cost, "${:,.0f}", "plan.images_per_second and plan.price_per_gpu_hour")),
         ("parameters", f"{plan.num_parameters:,} trained"),
         ("operations", _operations(plan)),
         *[(f"memory, {state.name}", _state(state)) for state in memory.states],
@@ -147,13 +147,13 @@ def format_plan(plan: Plan, missing: Mapping[str, str] | None = None) -> str:
         ("checkpoint", size_text(checkpoints.largest_bytes)),
         (
             "checkpoints kept",
-            shown(checkpoints.num_kept, f"{{:,}}, together {size_text(checkpoints.kept_bytes)}"),
+            number_text(checkpoints.num_kept, f"{{:,}}, together {size_text(checkpoints.kept_bytes)}"),
         ),
     ]
     if checkpoints.average_file_bytes:
         number, size = checkpoints.num_average_files, checkpoints.average_file_bytes
         total = size_text(number * size if number is not None else None)
-        rows.append(("averages stored", shown(number, f"{{:,}} files of {size_text(size)}, together {total}")))
+        rows.append(("averages stored", number_text(number, f"{{:,}} files of {size_text(size)}, together {total}")))
     rows = [(name, text) for name, text in rows if text != UNKNOWN]
     width = max(len(name) for name, _ in rows)
     lines = [f"Plan of {plan.run_name}", *(f"  {name:<{width}}  {text}" for name, text in rows)]
@@ -163,7 +163,7 @@ def format_plan(plan: Plan, missing: Mapping[str, str] | None = None) -> str:
     return "\n".join([*lines, "Assumed", *(f"  - {assumption}" for assumption in ASSUMPTIONS)])
 
 
-def shown(value: float | None, form: str, key: str = "") -> str:
+def number_text(value: float | None, form: str, key: str = "") -> str:
     """Format a number; an unknown one names the key to set."""
     if value is None:
         return f"{UNKNOWN} (set {key})" if key else UNKNOWN
@@ -208,8 +208,8 @@ def _operations(plan: Plan) -> str:
 
 def _data(plan: Plan) -> str:
     numbers = {
-        "plan.image_kb": shown(plan.tiers.sample_bytes, "{:,} bytes per sample"),
-        "plan.num_samples": shown(plan.num_samples, "{:,} samples"),
+        "plan.image_kb": number_text(plan.tiers.sample_bytes, "{:,} bytes per sample"),
+        "plan.num_samples": number_text(plan.num_samples, "{:,} samples"),
     }
     if missing := [key for key, text in numbers.items() if text == UNKNOWN]:
         return f"{UNKNOWN} (set {' and '.join(missing)})"

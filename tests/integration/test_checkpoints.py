@@ -37,6 +37,7 @@ from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 from diffusion.loading import load_model
 from diffusion.operations.pruning import find_superseded
 from tests.tools.malicious_checkpoints import ATTACKS, evil_entry, evil_file, evil_optimizer_entry, evil_tensor
+from tests.tools.runs import flip_bit
 
 COMMON = ["trainer.max_duration=4ba", "samples.prompts=[]"]
 FORMS = ("fsdp", "ddp")
@@ -90,12 +91,7 @@ def zero_in_the_middle(checkpoint: Path) -> None:
 
 def flip_a_bit(checkpoint: Path) -> None:
     """In the middle of the largest tensor."""
-    path = data_file(checkpoint)
-    with path.open("r+b") as file:
-        file.seek(path.stat().st_size // 2)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 1]))
+    flip_bit(data_file(checkpoint))
 
 
 def flip_a_bit_of_the_index(checkpoint: Path) -> None:

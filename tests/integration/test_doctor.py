@@ -22,6 +22,7 @@ from tests.tools.hosts import Network
 from tests.tools.training_runs import ROOT
 from tests.tools.written_data import write_encoded
 
+DOCTOR, NODES_DOCTOR = (str(ROOT / path) for path in ("scripts/doctor.py", "tests/tools/nodes_doctor.py"))
 NODE = NodeSpeed(name="node 0", host="n0", num_gpus=8, flops=7e14, copied=3e12, link=2.2e10)
 NODES = [
     replace(NODE, name=f"node {number}", host=f"n{number}", flops=7e14 * (1 + 0.02 * (number % 3)))
@@ -117,8 +118,7 @@ def test_ranks_have_time_to_find_each_other_with_a_short_timeout(monkeypatch, tm
 
 @pytest.mark.world_size(2)
 def test_a_rank_that_was_stopped_is_named(server, tmp_path):
-    program = str(ROOT / "tests/tools/stopping_doctor.py")
-    command = [program, str(ROOT / "scripts/doctor.py"), "tests/tools/toy.yaml", f"output_folder={tmp_path}/run"]
+    command = [NODES_DOCTOR, "", DOCTOR, "tests/tools/toy.yaml", f"output_folder={tmp_path}/run"]
     job = server.start(2, [*command, "--timeout", "4"])
     job.wait_for(lambda: "NoAnswerError: " in job.output)
     os.kill(job.pids[1], signal.SIGKILL)
@@ -159,13 +159,8 @@ def slow_switch() -> Iterator[str]:
 @pytest.mark.world_size(4)
 def test_the_node_with_the_slow_cable_is_named(server, slow_switch, tmp_path):
     found = tmp_path / "found.json"
-    command = [
-        str(ROOT / "tests/tools/linked_doctor.py"),
-        slow_switch,
-        str(ROOT / "scripts/doctor.py"),
-    ]
-    command += ["tests/tools/toy.yaml", f"output_folder={tmp_path}/run", "--json", str(found)]
-    server.command(4, command)
+    command = [NODES_DOCTOR, slow_switch, DOCTOR, "tests/tools/toy.yaml", f"output_folder={tmp_path}/run"]
+    server.command(4, [*command, "--json", str(found)])
     verdicts = {verdict["check"]: verdict for verdict in json.loads(found.read_text())}
     network = verdicts["network of nodes"]
     assert (network["level"], network["where"]) == ("warning", "node 2")
@@ -204,7 +199,7 @@ def test_two_ranks_that_see_different_data(server, tmp_path):
     program.write_text(
         "import os, runpy, sys\n"
         f"os.chdir({str(tmp_path)!r} + '/rank-' + os.environ['RANK'])\n"
-        f"sys.argv[0] = {str(ROOT / 'scripts' / 'doctor.py')!r}\n"
+        f"sys.argv[0] = {DOCTOR!r}\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
     arguments = [

@@ -19,8 +19,9 @@ from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of
 from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 from tests.tools.forking import free_port
-from tests.tools.hosts import Agent, Agents, Network, wait_until
+from tests.tools.hosts import Agent, Agents, Network
 from tests.tools.training_runs import Run, TrainingServer
+from tests.tools.waiting import wait_until
 from verification.callbacks import step_hashes
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffusion.checkpointing.find import find_checkpoints, resolve_checkpoint
+from diffusion.checkpointing.find import find_checkpoints
 from diffusion.checkpointing.layout import batch_of
 from diffusion.checkpointing.read import read_weights
 from diffusion.config.model import Weights
@@ -18,8 +18,9 @@ from diffusion.ema.averaging import Exponential, PowerFunction, Profile
 from diffusion.ema.posthoc import list_averages, read_combination, reconstruct
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.export import export
-from diffusion.formats.run_folder import AVERAGES, TRAIN_LOSS, read_metrics, series
+from diffusion.formats.run_folder import AVERAGES, read_metrics
 from diffusion.loading import load_model
+from tests.tools.runs import difference, losses, newest, weights_of
 from tests.tools.training_runs import Run
 
 pytestmark = pytest.mark.slow
@@ -88,15 +89,6 @@ def snapshot_steps(folder: Path) -> list[int]:
     return sorted({record.step for _, record in list_averages(folder)})
 
 
-def newest(folder: Path) -> Path:
-    return resolve_checkpoint(str(folder))
-
-
-def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
-
-
 def validation_metrics(folder: Path) -> dict[str, float]:
     """Of the last evaluation."""
     rows = read_metrics(folder / "metrics.jsonl")
@@ -118,7 +110,7 @@ def float64_average(folder: Path, profile: Profile, end: int = END) -> dict[str,
 @pytest.mark.parametrize("name", ["none", "ddp-2", "fsdp-1", "fsdp-2"])
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.label)
 def test_averages_are_the_float64_averages_of_the_recorded_weights(runs, name, profile):
-    found = read_weights(newest(runs[name]), profile.label)
+    found = weights_of(runs[name], profile.label)
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
     assert difference(found, float64_average(runs[name], profile)) < 1e-6
     weights = torch.load(runs[name] / "weights" / f"step-{END:03d}.pt")
@@ -130,26 +122,23 @@ def test_averages_are_the_float64_averages_of_the_recorded_weights(runs, name, p
 def test_the_weights_are_stored_beside_their_averages(runs, name):
     """Not the average, which was evaluated just before."""
     weights = torch.load(runs[name] / "weights" / f"step-{END:03d}.pt")
-    raw = read_weights(newest(runs[name]), Weights.raw)
+    raw = weights_of(runs[name])
     assert difference(raw, {key: weights[key] for key in raw}) == 0
 
 
 @pytest.mark.world_size(2)
 def test_the_first_average_is_the_one_called_ema(runs):
     for name in ("none", "fsdp-2"):
-        assert (
-            difference(read_weights(newest(runs[name]), Weights.ema), read_weights(newest(runs[name]), "decay-0.9"))
-            == 0
-        )
+        assert difference(weights_of(runs[name], Weights.ema), weights_of(runs[name], "decay-0.9")) == 0
         with pytest.raises(DataError, match=r"decay-0.9, decay-0.5, width-0.1, width-0.2, .* width-0.3"):
-            read_weights(newest(runs[name]), "width-0.3")
+            weights_of(runs[name], "width-0.3")
 
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(("name", "num_ranks"), [("none", 1), ("ddp-2", 2), ("fsdp-1", 1), ("fsdp-2", 2)])
 def test_bytes_before_and_after_the_start(runs, name, num_ranks):
     """Nothing before; then 4 bytes per average and per element of the shard that the rank holds."""
-    num_weights = sum(tensor.numel() for tensor in read_weights(newest(runs[name]), Weights.raw).values())
+    num_weights = sum(tensor.numel() for tensor in weights_of(runs[name]).values())
     elements = []
     for rank in range(num_ranks):
         rows = [json.loads(line) for line in (runs[name] / "record" / f"rank-{rank}.jsonl").open()]
@@ -190,8 +179,7 @@ def test_the_average_is_evaluated_and_the_weights_are_trained(runs, server, shap
         starts = {row["step"]: row["weights"] for row in rows if row["event"] == "batch_start"}
         assert all(starts[step] == ends[step]["weights"] for step in range(1, END))
 
-    losses = {name: series(read_metrics(runs[name] / "metrics.jsonl"), TRAIN_LOSS)[1] for name in ("none", "fsdp-2")}
-    assert losses["fsdp-2"] == pytest.approx(losses["none"], rel=1e-5), "training went on with other weights"
+    assert losses(runs["fsdp-2"]) == pytest.approx(losses(runs["none"]), rel=1e-5), "training had other weights"
 
     exported = tmp_path / "exported"
     start = f"init_from={{checkpoint: {newest(runs['fsdp-2'])}, weights: ema}}"
@@ -205,8 +193,8 @@ def test_the_average_is_evaluated_and_the_weights_are_trained(runs, server, shap
 def test_the_start_can_be_given_as_a_fraction_and_in_samples(runs):
     for name in ("none-dur", "none-sp"):
         for profile in PROFILES:
-            expected = read_weights(newest(runs["none"]), profile.label)
-            assert difference(read_weights(newest(runs[name]), profile.label), expected) == 0
+            expected = weights_of(runs["none"], profile.label)
+            assert difference(weights_of(runs[name], profile.label), expected) == 0
 
 
 @pytest.mark.world_size(2)
@@ -221,8 +209,8 @@ def test_a_killed_run_leaves_the_same_files(runs):
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.label)
 def test_averages_continue_at_another_number_of_ranks(runs, profile):
-    expected = read_weights(newest(runs["fsdp-2"]), profile.label)
-    assert difference(read_weights(newest(runs["resized"]), profile.label), expected) < 1e-5
+    expected = weights_of(runs["fsdp-2"], profile.label)
+    assert difference(weights_of(runs["resized"], profile.label), expected) < 1e-5
 
 
 @pytest.mark.world_size(5)
@@ -235,8 +223,8 @@ def test_averages_continue_where_ranks_have_shards_of_different_sizes(server, tm
     server.train(1, [steps(resumed, 4), steps(whole, END)])
     server.train(5, [steps(resumed, END)])
     for profile in PROFILES:
-        expected = read_weights(newest(whole), profile.label)
-        assert difference(read_weights(newest(resumed), profile.label), expected) < 1e-5
+        expected = weights_of(whole, profile.label)
+        assert difference(weights_of(resumed, profile.label), expected) < 1e-5
 
 
 @pytest.mark.world_size(2)
@@ -290,6 +278,6 @@ def test_a_width_that_was_not_tracked_generates(runs, tmp_path):
     tracked, _ = reconstruct(copy, 0.2, step=6)
     assert difference(load_model(tracked).state_dict(), float64_average(copy, PowerFunction(0.2), 6)) < 1e-6
     loaded = load_model(runs["none"], weights="width-0.2").state_dict()
-    assert difference(loaded, read_weights(newest(runs["none"]), "width-0.2")) == 0
+    assert difference(loaded, weights_of(runs["none"], "width-0.2")) == 0
     with pytest.raises(ConfigurationError, match=r"step 5: .*4, 6, 8"):
         reconstruct(copy, 0.2, step=5)

@@ -1,7 +1,5 @@
 """Encoding from a real S3 server to it: the bytes of local folders, one upload per shard, killed and continued."""
 
-from collections import Counter
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -12,13 +10,13 @@ from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.loader import train_loader
 from diffusion.errors import DataError
 from diffusion.formats.shards import read_shards
-from tests.tools.faulty_proxy import FaultyProxy
-from tests.tools.s3_server import S3Server, object_file, s3_process, s3_server
+from tests.tools.faulty_proxy import FaultyProxy, proxy
+from tests.tools.s3_server import S3Server, object_file, s3_process, s3_server, upload
 from tests.tools.training_runs import TrainingServer
 from tests.tools.written_data import append_prepared, data_config, prepared_sample
 from tests.unit.preparation.test_encode import run
 
-__all__ = ["s3_process", "s3_server"]
+__all__ = ["proxy", "s3_process", "s3_server"]
 
 pytestmark = pytest.mark.slow
 
@@ -26,44 +24,24 @@ OPTIONS = ["--architecture", "tiny", "--device", "cpu", "--batch-size", "4", "--
            "--resolution", "32"]  # fmt: skip
 
 
-class CountingProxy(FaultyProxy):
-    """Counts uploads, too."""
-
-    def __init__(self, port: int) -> None:
-        self.uploads: Counter[str] = Counter()
-        super().__init__(port)
-
-    def answer(self, request: BaseHTTPRequestHandler) -> None:
-        if request.command == "PUT":
-            self.uploads[request.path.partition("?")[0].rpartition("/")[2]] += 1
-        super().answer(request)
-
-
 def grow(prepared: Path, first: int, number: int) -> None:
     samples = [prepared_sample("source", i) for i in range(first, first + number)]
     append_prepared(prepared / "train/32-64", samples, per_shard=6, compression="zstd:3")
-
-
-def copy(folder: Path, uri: str) -> None:
-    for name, file in storage.list_files(str(folder)).items():
-        storage.write(storage.join(uri, name), storage.read(file.uri))
 
 
 def content(uri: str) -> dict[str, bytes]:
     return {name: storage.read(storage.join(uri, name)) for name in storage.list_files(uri)}
 
 
-def test_encoded_from_a_store_to_it(s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encoded_from_a_store_to_it(proxy: FaultyProxy, tmp_path: Path) -> None:
     prepared, out = "s3://tests/once/prepared", "s3://tests/once/out"
     grow(tmp_path / "prepared", 0, 20)
-    copy(tmp_path / "prepared", prepared)
-    proxy = CountingProxy(s3_server.port)
-    monkeypatch.setenv("S3_ENDPOINT_URL", proxy.endpoint)
+    upload(tmp_path / "prepared", prepared)
     run(prepared, out)
     run(tmp_path / "prepared", tmp_path / "out")
     assert content(out) == content(str(tmp_path / "out"))
     grow(tmp_path / "prepared", 20, 8)
-    copy(tmp_path / "prepared", prepared)
+    upload(tmp_path / "prepared", prepared)
     storage.write_json(f"{prepared}/withdrawn.json", {"train/32-64": [2, 25]})
     storage.write_json(str(tmp_path / "prepared/withdrawn.json"), {"train/32-64": [2, 25]})
     proxy.uploads.clear()
@@ -75,12 +53,11 @@ def test_encoded_from_a_store_to_it(s3_server: S3Server, tmp_path: Path, monkeyp
     assert read == {"shard.00004.mds.zstd": 1, "shard.00005.mds.zstd": 1}
     run(tmp_path / "prepared", tmp_path / "out")
     assert content(out) == content(str(tmp_path / "out"))
-    proxy.close()
 
 
 def test_damaged_shards_of_a_store_are_named(s3_server: S3Server, tmp_path: Path) -> None:
     grow(tmp_path / "prepared", 0, 8)
-    copy(tmp_path / "prepared", "s3://tests/damaged")
+    upload(tmp_path / "prepared", "s3://tests/damaged")
     file = object_file(s3_server, "s3://tests/damaged/train/32-64/shard.00001.mds.zstd")
     file.write_bytes(file.read_bytes()[:-1] + b"!")
     with pytest.raises(DataError, match=r"s3://tests/damaged/train/32-64/shard\.00001\.mds\.zstd"):
@@ -94,7 +71,7 @@ def test_killed_and_continued_in_a_store(
 ) -> None:
     prepared, out = "s3://tests/killed/prepared", "s3://tests/killed/out"
     grow(tmp_path / "prepared", 0, 6 * 20)
-    copy(tmp_path / "prepared", prepared)
+    upload(tmp_path / "prepared", prepared)
     marks = s3_server.path(f"{out}/work.partial/shards")
 
     def num_finished() -> int:

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 import diffusion.export
-from diffusion.checkpointing.find import find_checkpoints, resolve_checkpoint
+from diffusion.checkpointing.find import find_checkpoints
 from diffusion.checkpointing.read import StoredState, read_weights
 from diffusion.config.loading import load_config
 from diffusion.config.model import Weights
@@ -24,27 +24,17 @@ from diffusion.export import Licences, export
 from diffusion.loading import load_model, read_trained
 from diffusion.models.architectures import TINY, build_vae
 from diffusion.models.autoencoder import save_autoencoder
-from diffusion.models.sampling import initial_latents
 from diffusion.planning.plan import plan_run
-from tests.tools.runs import losses
+from tests.tools.pipelines import images_of_model, images_of_pipeline, read_pipeline
+from tests.tools.runs import difference, losses, newest, weights_of
 from tests.tools.training_runs import Run
 
 pytestmark = pytest.mark.slow
 
 TOY = "tests/tools/toy.yaml"
-PROMPTS = ["a red circle", "a blue star"]
 LORA = ["model.lora={rank: 4, alpha: 8.0}", "optimizer.lr=0.2", "trainer.max_duration=4ba", "algorithms.ema.start=1ba"]
 STILL = ["optimizer.lr=0", "trainer.max_duration=1ba", "schedule.warmup=1ba", "algorithms.ema=null"]
 STILL += ["samples.prompts=[]"]
-
-
-def newest(run: Path) -> Path:
-    return resolve_checkpoint(str(run))
-
-
-def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
 def is_lora(name: str) -> bool:
@@ -88,32 +78,13 @@ def folder(runs) -> Path:
     return out
 
 
-def images(pipeline: StableDiffusionPipeline, latents: Tensor) -> Tensor:
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline(PROMPTS, latents=latents, num_inference_steps=3, guidance_scale=3.0, output_type="pt").images
-
-
-def our_images(place: Path, latents: Tensor, weights: str = "raw") -> Tensor:
-    model = load_model(place, weights=weights)
-    found = model.generate(
-        PROMPTS, latents=latents, num_inference_steps=3, guidance_scale=3.0, output="tensor", progress=False
-    )
-    assert isinstance(found, Tensor)
-    return found
-
-
-@pytest.fixture(scope="module")
-def latents() -> Tensor:
-    return initial_latents([1, 2], (4, 8, 8), torch.device("cpu"))
-
-
 # Export and import
 
 
-def test_an_exported_run_gives_the_images_of_generate(runs, folder, latents, tmp_path):
-    expected = our_images(runs["base"], latents, "ema")
-    assert (images(StableDiffusionPipeline.from_pretrained(folder), latents) - expected).abs().max() < 1e-4
-    assert (our_images(runs["base"], latents) - expected).abs().max() > 1e-3, "the average is something else"
+def test_an_exported_run_gives_the_images_of_generate(runs, folder, tmp_path):
+    expected = images_of_model(load_model(runs["base"], weights="ema"))
+    assert (images_of_pipeline(read_pipeline(folder)) - expected).abs().max() < 1e-4
+    assert (images_of_model(load_model(runs["base"])) - expected).abs().max() > 1e-3, "the average is something else"
     export(str(runs["base-ddp"]), tmp_path / "from a file", weights="ema")
     found = UNet2DConditionModel.from_pretrained(tmp_path / "from a file" / "unet").state_dict()
     assert difference(found, read_trained(runs["base-ddp"], weights="ema").part("unet")) == 0
@@ -126,7 +97,7 @@ def test_from_checkpoint_to_pipeline_to_checkpoint_nothing_changes(runs, folder,
     run = tmp_path / "run"
     start = [f"init_from.checkpoint={tmp_path / 'saved'}", f"model.pretrained={tmp_path / 'saved'}"]
     server.train(1, [(TOY, [f"output_folder={run}", *start, *STILL])])
-    assert difference(read_weights(newest(run), "raw"), read_weights(newest(runs["base"]), "ema")) == 0
+    assert difference(weights_of(run), weights_of(runs["base"], "ema")) == 0
     model = load_model(run)
     for part in ("vae", "text_encoder"):
         assert difference(getattr(model, part).state_dict(), getattr(pipeline, part).state_dict()) == 0
@@ -189,8 +160,8 @@ def test_lora_does_not_depend_on_ranks_parallelism_or_interruptions(runs):
     for name in ("lora-fsdp-2", "lora-ddp-2"):
         assert losses(runs[name]) == pytest.approx(expected, rel=1e-5)
         for weights in Weights:
-            found = read_weights(newest(runs[name]), weights)
-            assert difference(found, read_weights(newest(runs["lora-fsdp-1"]), weights)) < 1e-5
+            found = weights_of(runs[name], weights)
+            assert difference(found, weights_of(runs["lora-fsdp-1"], weights)) < 1e-5
 
 
 @pytest.mark.world_size(2)
@@ -199,14 +170,14 @@ def test_the_weights_that_lora_is_put_on_stay_as_they_are(runs, name):
     def hashed(tensors: dict[str, Tensor]) -> dict[str, str]:
         return {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors.items()}
 
-    base = hashed(read_weights(newest(runs["base"]), "ema"))
+    base = hashed(weights_of(runs["base"], "ema"))
     first, last = (read_weights(path, "raw") for path in find_checkpoints(runs[name] / "checkpoints")[-2:])
-    for weights in (first, last, read_weights(newest(runs[name]), "ema")):
+    for weights in (first, last, weights_of(runs[name], "ema")):
         kept = {key.replace(".base_layer", ""): tensor for key, tensor in weights.items() if not is_lora(key)}
         assert hashed(kept) == base
     moved = {key for key in first if not torch.equal(first[key], last[key])}
     assert moved == {key for key in first if is_lora(key)}
-    average = read_weights(newest(runs[name]), "ema")
+    average = weights_of(runs[name], "ema")
     assert all(not torch.equal(average[key], last[key]) for key in moved)
 
 
@@ -229,28 +200,28 @@ def test_a_checkpoint_is_as_large_as_was_planned(runs, name):
 
 
 @pytest.mark.parametrize("weights", ["raw", "ema"])
-def test_lora_gives_the_same_images_in_diffusers(runs, folder, latents, tmp_path, weights):
+def test_lora_gives_the_same_images_in_diffusers(runs, folder, tmp_path, weights):
     run = runs["lora-fsdp-1"]
-    expected = our_images(run, latents, weights)
-    base = images(StableDiffusionPipeline.from_pretrained(folder), latents)
+    expected = images_of_model(load_model(run, weights=weights))
+    base = images_of_pipeline(read_pipeline(folder))
     assert (expected - base).abs().max() > 1e-2, "LoRA has changed something"
 
     export(str(run), tmp_path / "lora", weights=weights, lora_only=True)
     assert {path.name for path in (tmp_path / "lora").iterdir()} == {"README.md", "pytorch_lora_weights.safetensors"}
-    pipeline = StableDiffusionPipeline.from_pretrained(folder)
+    pipeline = read_pipeline(folder)
     pipeline.load_lora_weights(tmp_path / "lora", weight_name="pytorch_lora_weights.safetensors")
-    assert (images(pipeline, latents) - expected).abs().max() < 1e-4
+    assert (images_of_pipeline(pipeline) - expected).abs().max() < 1e-4
 
     export(str(run), tmp_path / "merged", weights=weights)
-    merged = StableDiffusionPipeline.from_pretrained(tmp_path / "merged")
+    merged = read_pipeline(tmp_path / "merged")
     assert not any(is_lora(name) for name in merged.unet.state_dict())
-    assert (images(merged, latents) - expected).abs().max() < 1e-4
+    assert (images_of_pipeline(merged) - expected).abs().max() < 1e-4
 
 
 def test_a_run_starts_from_a_run_with_lora(runs, server, tmp_path):
     run = tmp_path / "run"
     server.train(1, [(TOY, [f"output_folder={run}", f"init_from.checkpoint={runs['lora-fsdp-1']}", *STILL])])
-    assert difference(read_weights(newest(run), "raw"), load_model(runs["lora-fsdp-1"]).state_dict()) == 0
+    assert difference(weights_of(run), load_model(runs["lora-fsdp-1"]).state_dict()) == 0
 
 
 def test_a_new_part_is_refused_under_lora_which_would_not_train_it(runs, server, tmp_path):

@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diffusion.checkpointing.find import resolve_checkpoint
-from diffusion.checkpointing.read import read_identities, read_weights
+from diffusion.checkpointing.read import read_identities
 from diffusion.config.frozen import FrozenPaths
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.generate import EvaluatedModel, load_generator
 from diffusion.export import ExportLayout, export
 from diffusion.loading import load_config_of, load_model
+from tests.tools.runs import weights_of
 from tests.tools.training_runs import ROOT
 
 TOY = "tests/tools/toy.yaml"
@@ -60,7 +61,7 @@ def uses(run: Path, out: Path) -> dict[str, Callable[[FrozenPaths | None], Any]]
     """All that takes a run's VAE after the training."""
     average = run / "averages" / "step-000001-own.safetensors"
     average.parent.mkdir(exist_ok=True)
-    save_file(read_weights(resolve_checkpoint(str(run)), "raw"), average)
+    save_file(weights_of(run), average)
     model = EvaluatedModel(name="it", path=str(resolve_checkpoint(str(run))), step=1, weights="raw")
     return {
         "model": lambda paths: load_model(run, paths=paths),

@@ -20,6 +20,7 @@ from tests.tools.forking import free_port
 from tests.tools.image_files import noise, tree, write_folder
 from tests.tools.preparing import prepare
 from tests.tools.training_runs import BIN, TrainingServer
+from tests.tools.waiting import wait_until
 from tests.unit.preparation.test_ingest import ingestion_of
 
 pytestmark = pytest.mark.slow
@@ -57,6 +58,7 @@ if moment == "delete":
 
 from diffusion.launch import run_command
 from scripts.ingest import main
+from tests.tools.waiting import wait_until
 raise SystemExit(run_command(main))
 """
 """An ingestion that kills itself before it writes a file of some name, or before it deletes messages."""
@@ -157,10 +159,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with (tmp_path_factory.mktemp("server") / "log.txt").open("wb") as output:
         server = subprocess.Popen([BIN / "moto_server", "-p", str(port)], stdout=output, stderr=output)
     try:
-        deadline = time.monotonic() + LIMIT
-        while not answers(f"http://127.0.0.1:{port}/moto-api/"):
-            assert server.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until(lambda: answers(f"http://127.0.0.1:{port}/moto-api/"), "moto does not answer", LIMIT, server)
         yield f"http://127.0.0.1:{port}"
     finally:
         server.kill()

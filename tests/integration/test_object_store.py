@@ -17,7 +17,7 @@ from diffusion.ema.posthoc import fetch_averages, reconstruct
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.formats.run_folder import AVERAGES
 from diffusion.loading import load_config_of, load_model
-from tests.tools.runs import assert_equal, losses, signal_at, state_of
+from tests.tools.runs import assert_equal, flip_bit, losses, signal_at, state_of
 from tests.tools.s3_server import S3Server, object_file, s3_process, s3_server
 
 __all__ = ["s3_process", "s3_server"]
@@ -116,14 +116,6 @@ def test_half_written_and_damaged_ones_are_passed_over(server, s3_server, tmp_pa
     assert steps(url) == [2, 4, 6, 8, 9]
     assert storage.read_json(f"{url}/damaged.json") == [], "it is written anew"
     assert len(losses(run)) == NUM_STEPS
-
-
-def flip_bit(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(path.stat().st_size // 2)
-        byte = file.read(1)[0]
-        file.seek(-1, 1)
-        file.write(bytes([byte ^ 1]))
 
 
 def test_models_and_runs_start_from_a_store(server, tmp_path, url, monkeypatch):

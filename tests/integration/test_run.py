@@ -105,11 +105,3 @@ def test_a_dry_run_says_which_folders_are_not_here():
     said = dry_run(TINY, *PLACES)
     assert "data.streams: not on this machine: /nowhere/train/32-64, /nowhere/train/64-up" in said
     assert "validation.streams: not on this machine: /nowhere/validation/32-64" in said
-
-
-def test_missing_data_is_an_error_before_training(server, tmp_path):
-    command = ["run.py", TINY, *PLACES, f"output_folder={tmp_path}", "trainer.precision=fp32"]
-    job = server.start(0, command).finish()
-    assert job.codes == [2]
-    assert "/nowhere/train" in job.output
-    assert "Traceback" not in job.output

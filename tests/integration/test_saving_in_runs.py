@@ -8,7 +8,7 @@ import pytest
 from diffusion.checkpointing.find import find_checkpoints, find_damage
 from diffusion.checkpointing.layout import batch_of, list_checkpoints
 from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
-from tests.tools.runs import signal_at
+from tests.tools.runs import flip_bit, signal_at
 
 pytestmark = pytest.mark.slow
 
@@ -22,10 +22,7 @@ def options(run: Path, form: str, *more: str) -> tuple[str, list[str]]:
 
 def flip_a_bit(checkpoint: Path) -> None:
     files = [file for file in [checkpoint, *checkpoint.rglob("*")] if file.is_file()]
-    largest = max(files, key=lambda file: file.stat().st_size)
-    data = bytearray(largest.read_bytes())
-    data[len(data) // 2] ^= 1
-    largest.write_bytes(data)
+    flip_bit(max(files, key=lambda file: file.stat().st_size))
 
 
 def test_checkpoints_of_earlier_starts_are_removed_too(server, tmp_path):

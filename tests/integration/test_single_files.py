@@ -10,11 +10,9 @@ import torch
 from diffusers import StableDiffusionPipeline
 from huggingface_hub import HfApi
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 
 import diffusion.export
-from diffusion.checkpointing.find import resolve_checkpoint
-from diffusion.checkpointing.read import read_weights
 from diffusion.cli import train_command
 from diffusion.config.loading import load_config
 from diffusion.errors import ConfigurationError, MachineError
@@ -23,11 +21,12 @@ from diffusion.formats.marks import SOURCE_TYPE
 from diffusion.loading import Trained, load_model
 from diffusion.models.architectures import TINY, build_vae
 from diffusion.models.autoencoder import save_autoencoder
-from diffusion.models.sampling import initial_latents
 from scripts.doctor import check_initial_weights
 from tests.tools.forking import free_port
 from tests.tools.hub_server import TOKEN, Hub, hub
 from tests.tools.image_marks import read_mark
+from tests.tools.pipelines import images_of_model, images_of_pipeline, read_pipeline
+from tests.tools.runs import weights_of
 
 pytestmark = pytest.mark.slow
 
@@ -38,9 +37,6 @@ SHORT = ["trainer.max_duration=2ba", "algorithms.ema=null", "samples.prompts=[]"
 STILL = ["optimizer.lr=0", "trainer.max_duration=1ba", "schedule.warmup=1ba", "algorithms.ema=null"]
 STILL += ["samples.prompts=[]"]
 LORA = ["model.lora={rank: 4, alpha: 8.0}", "optimizer.lr=0.2", "trainer.max_duration=4ba"]
-OPTIONS = {"num_inference_steps": 3, "guidance_scale": 3.0}
-PROMPTS = ["a red circle", "a blue star"]
-LATENTS = initial_latents([1, 2], (4, 8, 8), torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -72,17 +68,6 @@ def export_script(monkeypatch):
     return run
 
 
-def images(pipeline: StableDiffusionPipeline) -> Tensor:
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline(PROMPTS, latents=LATENTS, output_type="pt", **OPTIONS).images
-
-
-def our_images(run: Path) -> Tensor:
-    found = load_model(run).generate(PROMPTS, latents=LATENTS, output="tensor", progress=False, **OPTIONS)
-    assert isinstance(found, Tensor)
-    return found
-
-
 def test_diffusers_reads_the_file_as_it_reads_the_folder(runs):
     expected = StableDiffusionPipeline.from_pretrained(runs["folder"])
     file, config = str(runs["model.safetensors"]), str(runs["folder"])
@@ -91,14 +76,14 @@ def test_diffusers_reads_the_file_as_it_reads_the_folder(runs):
         if isinstance(part, nn.Module):
             ours, theirs = part.state_dict(), found.components[name].state_dict()
             assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
-    assert (images(found) - our_images(runs["base"])).abs().max() < 1e-4
+    assert (images_of_pipeline(found) - images_of_model(load_model(runs["base"]))).abs().max() < 1e-4
 
 
 def test_a_run_starts_from_the_file(runs, server, tmp_path):
     run = tmp_path / "run"
     start = f"init_from.checkpoint={runs['model.safetensors']}"
     server.train(1, [(TOY, [f"output_folder={run}", start, *STILL])])
-    ours, theirs = (read_weights(resolve_checkpoint(str(one)), "raw") for one in (run, runs["base"]))
+    ours, theirs = (weights_of(one) for one in (run, runs["base"]))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
     start = f"init_from.checkpoint={tmp_path}/model.ckpt"
@@ -108,12 +93,12 @@ def test_a_run_starts_from_the_file(runs, server, tmp_path):
 
 
 def test_lora_in_kohya_s_layout_gives_the_same_images(runs, export_script, tmp_path):
-    expected = our_images(runs["lora"])
-    pipeline = StableDiffusionPipeline.from_pretrained(runs["folder"])
-    assert (images(pipeline) - expected).abs().max() > 1e-2, "LoRA has changed something"
+    expected = images_of_model(load_model(runs["lora"]))
+    pipeline = read_pipeline(runs["folder"])
+    assert (images_of_pipeline(pipeline) - expected).abs().max() > 1e-2, "LoRA has changed something"
     assert export_script(runs["lora"], tmp_path / "lora.safetensors", "--layout", "kohya") == 0
     pipeline.load_lora_weights(tmp_path, weight_name="lora.safetensors")
-    assert (images(pipeline) - expected).abs().max() < 1e-4
+    assert (images_of_pipeline(pipeline) - expected).abs().max() < 1e-4
 
 
 def test_what_a_layout_is_not_for_is_refused(runs, tmp_path, monkeypatch):
@@ -163,7 +148,7 @@ def test_an_upload_holds_the_bytes_of_the_export(runs, hub, export_script, monke
     assert hub.files["someone/drawings"].keys() == files.keys() | {one.name}
     assert hub.files["someone/drawings"][one.name] == one.read_bytes()
     output = "".join(capfd.readouterr())
-    assert f"{hub.endpoint}/someone/drawings/commit/" in output and TOKEN not in output
+    assert f"{hub.url}/someone/drawings/commit/" in output and TOKEN not in output
 
 
 def test_an_interrupted_upload_is_continued_without_another_export(monkeypatch, tmp_path):

@@ -13,9 +13,10 @@ import pytest
 
 from diffusion.operations import processes
 from tests.tools.forking import free_port
-from tests.tools.hosts import Network, wait_until
+from tests.tools.hosts import Network
 from tests.tools.runs import signal_at
 from tests.tools.training_runs import ROOT, environment
+from tests.tools.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -5,14 +5,13 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from boto3.session import Session
 from botocore.httpsession import URLLib3Session
 from streaming import MDSWriter
 
@@ -22,8 +21,9 @@ from diffusion.preparation.records import Reason, Record, Rejected
 from diffusion.preparation.sources import Source, open_sources, tables
 from diffusion.storage import open_file, shown
 from tests.tools.image_files import noise, sample, tree, write_folder, write_tar
-from tests.tools.s3_server import S3Server, find_s3rver, s3_process, s3_server
+from tests.tools.s3_server import S3Server, find_s3rver, s3_process, s3_server, upload
 from tests.tools.sources import bare, open_source, partitions, read, write_known
+from tests.tools.web import WebServer, send
 
 pytestmark = pytest.mark.slow
 
@@ -76,13 +76,6 @@ def layouts(tmp_path) -> Path:
     return root
 
 
-def upload(folder: Path, url: str) -> None:
-    client = Session().client("s3", endpoint_url=os.environ["S3_ENDPOINT_URL"])
-    bucket, _, prefix = url.removeprefix("s3://").partition("/")
-    for name, content in tree(folder).items():
-        client.put_object(Bucket=bucket, Key=f"{prefix}/{name}", Body=content)
-
-
 @pytest.fixture
 def paged_server(tmp_path, monkeypatch) -> Iterator[S3Server]:
     """A server that lists in pages: its tokens need a cipher that Node's OpenSSL 3 has in the legacy provider only."""
@@ -118,8 +111,7 @@ class TestS3:
     def test_a_changed_object_changes_its_partition_only(self, layouts, s3_server: S3Server):
         upload(layouts / "tars", "s3://tests/changing")
         known = write_known(layouts / "known.parquet", read("s3://tests/changing"))
-        client = Session().client("s3", endpoint_url=s3_server.endpoint)
-        client.put_object(Bucket="tests", Key="changing/1.tar", Body=b"new")
+        storage.write("s3://tests/changing/1.tar", b"new")
         found = open_source("s3://tests/changing").partitions(known)
         assert [one.file for one in found.changed] == ["1.tar"]
         assert (list(found.new), list(found.gone)) == ([], [])
@@ -159,8 +151,7 @@ class TestS3:
             path = tmp_path / f"{name}.parquet"
             columns = {"image": images, "caption": ["x"] * 300, "note": ["y"] * 300}
             pq.write_table(pa.table(columns), path, row_group_size=rows)
-            client = Session().client("s3", endpoint_url=s3_server.endpoint)
-            client.put_object(Bucket="tests", Key=f"counted/{name}.parquet", Body=path.read_bytes())
+            storage.write(f"s3://tests/counted/{name}.parquet", path.read_bytes())
             source = open_source(f"s3://tests/counted/{name}.parquet", partition_size=10_000)
             (partition,) = partitions(source)
             requests.clear()
@@ -183,8 +174,7 @@ class TestS3:
         with open_file("s3://tests/racing/0.tar", buffer_bytes=512) as file:
             assert len(file.read(512)) == 512
             size = (layouts / "tars" / "0.tar").stat().st_size
-            client = Session().client("s3", endpoint_url=s3_server.endpoint)
-            client.put_object(Bucket="tests", Key="racing/0.tar", Body=bytes(size))
+            storage.write("s3://tests/racing/0.tar", bytes(size))
             with pytest.raises(DataError, match=r"s3://tests/racing/0.tar was changed while it was read"):
                 file.read(2048)
 
@@ -245,7 +235,7 @@ class TestS3:
         storage._s3_client.cache_clear()
 
 
-class WebServer:
+class FaultyServer(WebServer):
     """Serves a folder with ranges; some answers fail, one needs a password.
 
     Attributes:
@@ -254,20 +244,7 @@ class WebServer:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.failures, self.asked = folder, Counter[tuple[str, str]](), Counter[str]()
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                outer.answer(self)
-
-            def log_message(self, *_) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        super().__init__()
 
     def fails(self, path: str, how: str) -> bool:
         if self.failures[path, how] > 0:
@@ -275,50 +252,43 @@ class WebServer:
             return True
         return False
 
-    def answer(self, handler: BaseHTTPRequestHandler) -> None:
-        path = handler.path.partition("?")[0]
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        path = request.path.partition("?")[0]
         self.asked[path] += 1
         file = self.folder / path.lstrip("/")
         password = base64.b64encode(f"user:{SECRET}".encode()).decode()
-        if path.startswith("/private") and handler.headers.get("Authorization") != f"Basic {password}":
-            return self.send(handler, 401, b"")
+        if path.startswith("/private") and request.headers.get("Authorization") != f"Basic {password}":
+            return send(request, 401)
         if self.fails(path, "busy"):
-            return self.send(handler, 503, b"busy")
+            return send(request, 503, b"busy")
         if not file.is_file():
-            return self.send(handler, 404, b"")
-        content, wanted = file.read_bytes(), handler.headers.get("Range")
+            return send(request, 404)
+        content, wanted = file.read_bytes(), request.headers.get("Range")
         headers = {"ETag": f'"{hash(content)}"'}
         status = 200
         if wanted and not path.startswith("/plain"):
             start, stop = map(int, wanted.removeprefix("bytes=").split("-"))
-            headers["Content-Range"] = f"bytes {start}-{stop}/{len(content)}"
+            headers["Content_Range"] = f"bytes {start}-{stop}/{len(content)}"
             content, status = content[start : stop + 1], 206
-        self.send(handler, status, content, headers, broken=self.fails(path, "broken"))
-        return None
-
-    def send(self, handler, status: int, body: bytes, headers: dict[str, str] | None = None, *, broken=False) -> None:
-        handler.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
-            handler.send_header(name, value)
-        handler.end_headers()
-        handler.wfile.write(body[: len(body) // 2] if broken else body)
-        handler.close_connection = handler.close_connection or broken
+        if self.fails(path, "broken"):
+            headers["Content_Length"], content = str(len(content)), content[: len(content) // 2]
+            request.close_connection = True
+        return send(request, status, content, **headers)
 
 
 @pytest.fixture
-def web(layouts, monkeypatch) -> Iterator[WebServer]:
+def web(layouts, monkeypatch) -> Iterator[FaultyServer]:
     for name in ("plain", "private"):
         shutil.copytree(layouts / "tars", layouts / name)
-    server = WebServer(layouts)
+    server = FaultyServer(layouts)
     storage._web_session.cache_clear()
     yield server
-    server.server.shutdown()
-    server.server.server_close()
+    server.close()
 
 
 class TestWeb:
     @pytest.mark.parametrize("how", ["busy", "broken"])
-    def test_files_and_failures_that_pass(self, layouts, web: WebServer, monkeypatch, how):
+    def test_files_and_failures_that_pass(self, layouts, web: FaultyServer, monkeypatch, how):
         monkeypatch.setattr(storage, "BLOCK_BYTES", 4000)
         for path in ("/tars/0.tar", "/parquet/0.parquet"):
             web.failures[path, how] = 2
@@ -326,17 +296,17 @@ class TestWeb:
             assert web.failures[path, how] == 0
             assert web.asked[path] > 5, "by ranges"
 
-    def test_a_file_that_was_scanned_before(self, web: WebServer):
+    def test_a_file_that_was_scanned_before(self, web: FaultyServer):
         source = open_source(f"{web.url}/tars/0.tar")
         assert open_sources([source.root], scanned=[source]) == [source]
 
-    def test_failures_that_stay(self, web: WebServer, monkeypatch):
+    def test_failures_that_stay(self, web: FaultyServer, monkeypatch):
         web.failures["/tars/0.tar", "broken"] = 1000
         monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
         with pytest.raises(MachineError, match=r"/tars/0.tar: the store does not answer"):
             read(web.url + "/tars/0.tar")
 
-    def test_messages_hide_passwords(self, web: WebServer, tmp_path, monkeypatch):
+    def test_messages_hide_passwords(self, web: FaultyServer, tmp_path, monkeypatch):
         host = web.url.removeprefix("http://")
         for url, message in (
             (f"http://user:{SECRET}@{host}/private/0.tar", "the URL holds a user or password"),

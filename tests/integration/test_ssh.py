@@ -15,8 +15,9 @@ import pytest
 from diffusion.operations import processes
 from diffusion.operations.checks.verdicts import problem
 from diffusion.operations.events import read_events
-from tests.tools.hosts import Network, wait_until
+from tests.tools.hosts import Network
 from tests.tools.training_runs import BIN, ROOT, TrainingServer, environment
+from tests.tools.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

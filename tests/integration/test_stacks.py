@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
+from tests.tools.runs import losses
 from tests.tools.training_runs import TrainingServer
 
 PREEMPTED = 75
@@ -54,10 +54,6 @@ def options(run: Path, pretrained: Path, *more: str) -> tuple[str, list[str]]:
         "samples.prompts=[]",
         *more,
     ]
-
-
-def losses(run: Path) -> np.ndarray:
-    return np.array(series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS))
 
 
 @pytest.mark.world_size(2)

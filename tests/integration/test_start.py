@@ -1,7 +1,6 @@
 """The start of a run on several ranks: requests to the store, and which rank waits how long for a slow one."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,22 +8,13 @@ import pytest
 from diffusion.config.schema import Config
 from diffusion.planning.downloads import World
 from tests.integration.test_failures import latents
-from tests.integration.test_object_store_pipeline import OPTIONS, SECTIONS, upload
-from tests.tools.faulty_proxy import FaultyProxy
-from tests.tools.s3_server import S3Server, s3_process, s3_server
+from tests.integration.test_object_store_pipeline import OPTIONS, SECTIONS
+from tests.tools.faulty_proxy import proxy
+from tests.tools.s3_server import s3_process, s3_server, upload
 from verification.simulate_start import simulate
 
-__all__ = ["s3_process", "s3_server"]
+__all__ = ["proxy", "s3_process", "s3_server"]
 pytestmark = [pytest.mark.s3, pytest.mark.slow]
-
-
-@pytest.fixture
-def proxy(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    """A proxy between the ranks and the server."""
-    proxy = FaultyProxy(s3_server.port)
-    monkeypatch.setenv("S3_ENDPOINT_URL", proxy.endpoint)
-    yield proxy
-    proxy.close()
 
 
 @pytest.mark.world_size(4)

@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -19,9 +19,11 @@ from diffusion.distributed import agree
 from diffusion.errors import ConfigurationError, DataError, MachineError, UserError, error_context
 from diffusion.files import hash_file
 from diffusion.storage import Access, ForbiddenFileError, MissingFileError, UnavailableError
-from tests.tools.faulty_proxy import FaultyProxy
+from tests.tools.faulty_proxy import FaultyProxy, proxy
 from tests.tools.s3_server import KEY, S3Server, object_file, s3_process, s3_server
+from tests.tools.web import WebServer, send
 
+assert proxy
 assert s3_process
 assert s3_server
 
@@ -212,13 +214,6 @@ def test_answers_of_google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answ
 class TestS3:
     pytestmark = pytest.mark.s3
 
-    @pytest.fixture
-    def proxy(self, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-        proxy = FaultyProxy(s3_server.port)
-        monkeypatch.setenv("S3_ENDPOINT_URL", proxy.endpoint)
-        yield proxy
-        proxy.close()
-
     def test_large_objects(self, s3_server: S3Server, proxy: FaultyProxy, tmp_path: Path):
         """Written, read in one request and in parts, and deleted."""
         content = os.urandom(20_000_001)
@@ -325,24 +320,15 @@ class TestS3:
 
 
 def test_a_web_server_serves_single_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "a b.txt").write_text("content")
     failures = [503, 503]
 
-    class Handler(SimpleHTTPRequestHandler):
-        def __init__(self, *arguments) -> None:
-            super().__init__(*arguments, directory=str(tmp_path))
+    class Failing(WebServer):
+        def answer(self, request: BaseHTTPRequestHandler) -> None:
+            found = 200 if request.path.startswith("/a%20b.txt") else 404
+            send(request, failures.pop() if failures else found, b"content")
 
-        def do_GET(self) -> None:
-            if failures:
-                return self.send_error(failures.pop())
-            return super().do_GET()
-
-        def log_message(self, *_) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_address[1]}/a%20b.txt?token={SECRET}"
+    server = Failing()
+    url = f"{server.url}/a%20b.txt?token={SECRET}"
     try:
         assert storage.read(url) == b"content"
         assert failures == []
@@ -358,5 +344,4 @@ def test_a_web_server_serves_single_files(tmp_path: Path, monkeypatch: pytest.Mo
                 request()
             assert SECRET not in str(refused.value)
     finally:
-        server.shutdown()
-        server.server_close()
+        server.close()

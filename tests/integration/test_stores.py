@@ -16,39 +16,17 @@ from diffusion.config.data import Representation, StreamConfig
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.loader import BatchLoader, train_loader
 from diffusion.errors import DataError
-from tests.tools.faulty_proxy import FaultyProxy
+from diffusion.storage import Access
+from tests.tools.faulty_proxy import proxy
 from tests.tools.forking import free_port
-from tests.tools.s3_server import KEY, S3Server, find_s3rver, s3_process, s3_server
+from tests.tools.s3_server import KEY, S3Server, find_s3rver, s3_process, s3_server, upload
+from tests.tools.waiting import wait_until
 from tests.tools.written_data import data_config, write_encoded
 
+assert proxy
 assert s3_process
 assert s3_server
 pytestmark = [pytest.mark.s3, pytest.mark.slow]
-
-
-def upload(server: S3Server, folder: Path, url: str) -> None:
-    """Put the files of a folder into a bucket."""
-    from boto3.session import Session
-
-    client = Session().client(
-        "s3",
-        endpoint_url=server.endpoint,
-        aws_access_key_id=KEY,
-        aws_secret_access_key=KEY,
-        region_name="us-east-1",
-    )
-    bucket, _, prefix = url.removeprefix("s3://").partition("/")
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        client.upload_file(str(path), bucket, f"{prefix}/{path.relative_to(folder)}")
-
-
-@pytest.fixture
-def proxy(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    """A proxy in front of the server, with which streams are fetched."""
-    proxy = FaultyProxy(s3_server.port)
-    monkeypatch.setenv("S3_ENDPOINT_URL", proxy.endpoint)
-    yield proxy
-    proxy.close()
 
 
 def open_loader(local: Path, remote: str | None = None, *names: str, **options: Any) -> BatchLoader:
@@ -80,7 +58,7 @@ def expected(original: Path) -> list[tuple[list[int], list[float]]]:
 @pytest.fixture
 def remote(original: Path, s3_server: S3Server, request: pytest.FixtureRequest) -> str:
     url = f"s3://tests/{request.node.originalname}"
-    upload(s3_server, original, url)
+    upload(original, url)
     return url
 
 
@@ -95,7 +73,7 @@ def test_several_stores_in_one_run(tmp_path, original, remote, expected, monkeyp
     other = S3Server(tmp_path / "other", program)
     other.start("elsewhere")
     try:
-        upload(other, original / "b", "s3://elsewhere/b")
+        upload(original / "b", "s3://elsewhere/b", Access(endpoint_url=other.endpoint))
         credentials = tmp_path / "credentials"
         lines = [f"[other]\naws_access_key_id = {KEY}\naws_secret_access_key = {KEY}\n"]
         lines.append("[wrong]\naws_access_key_id = nobody\naws_secret_access_key = nothing\n")
@@ -159,25 +137,10 @@ def sftp_root(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     known = tmp_path / "known_hosts"
     known.write_text(f"[127.0.0.1]:{port} {key.get_name()} {key.get_base64()}\n")
     monkeypatch.setenv("COMPOSER_SFTP_KNOWN_HOSTS_FILE", str(known))
-    command = [
-        program,
-        "serve",
-        "sftp",
-        str(original),
-        "--addr",
-        f"127.0.0.1:{port}",
-        "--user",
-        "me",
-        "--pass",
-        "secret",
-    ]
-    server = subprocess.Popen([*command, "--key", str(tmp_path / "host-key"), "--read-only"])
+    command = [program, "serve", "sftp", str(original), "--addr", f"127.0.0.1:{port}", "--user", "me"]
+    server = subprocess.Popen([*command, "--pass", "secret", "--key", str(tmp_path / "host-key"), "--read-only"])
     try:
-        deadline = time.monotonic() + 300
-        while not _listens(port):
-            assert server.poll() is None, "rclone has ended"
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: _listens(port), "rclone does not answer", process=server)
         yield f"sftp://me:secret@127.0.0.1:{port}"
     finally:
         server.kill()
@@ -222,7 +185,7 @@ def write_shards(server: S3Server, url: str, num_shards: int, folder: Path) -> N
         raw_data = shard["raw_data"] | {"basename": f"{number:06}.mds"}
         index["shards"].append(shard | {"raw_data": raw_data})
     (stream / "index.json").write_text(json.dumps(index))
-    upload(server, stream, f"{url}/a")
+    upload(stream, f"{url}/a")
     for file in server.path(f"{url}/a").glob(f"{name}.*"):
         for number in range(1, num_shards):
             shutil.copyfile(file, file.with_name(file.name.replace(name, f"{number:06}.mds")))

@@ -2,23 +2,17 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from diffusion.checkpointing.find import resolve_checkpoint
-from diffusion.checkpointing.read import read_config, read_weights
+from diffusion.checkpointing.read import read_config
 from diffusion.config.model import Weights
 from diffusion.formats.run_folder import read_metrics, series
 from diffusion.loading import load_model
-from tests.tools.runs import losses
+from tests.tools.runs import difference, losses, weights_of
 
 TOY = "tests/tools/toy.yaml"
 PROMPTS = ["a red circle", "a blue star", "a green square"]
 SAMPLED = f"samples.prompts=[{', '.join(PROMPTS)}]"
-
-
-def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +83,9 @@ def test_sample_grids_come_at_intervals_in_every_unit(server, tmp_path):
 def test_losses_and_weights_do_not_depend_on_ranks_microbatches_or_interruptions(runs, name):
     assert losses(runs[name]) == pytest.approx(losses(runs["fsdp-1"]), rel=1e-5)
     for weights in Weights:
-        expected = read_weights(resolve_checkpoint(str(runs["fsdp-1"])), weights)
-        found = read_weights(resolve_checkpoint(str(runs[name])), weights)
-        assert largest_difference(expected, found) < 1e-5
+        expected = weights_of(runs["fsdp-1"], weights)
+        found = weights_of(runs[name], weights)
+        assert difference(expected, found) < 1e-5
 
 
 def test_a_checkpoint_says_what_it_was_trained_as(runs):
@@ -121,8 +115,8 @@ def test_phase_2_starts_from_phase_1(server, runs, tmp_path):
         "init_from.weights=ema",
     ]
     output = server.train(1, [(TOY, options)]).output
-    expected = read_weights(resolve_checkpoint(str(runs["fsdp-1"])), Weights.ema)
-    assert largest_difference(read_weights(resolve_checkpoint(str(run)), Weights.raw), expected) == 0.0
+    expected = weights_of(runs["fsdp-1"], Weights.ema)
+    assert difference(weights_of(run), expected) == 0.0
     assert "Traceback" not in output
     config = (run / "config.yaml").read_text()
     assert json.dumps(str(runs["fsdp-1"])).strip('"') in config

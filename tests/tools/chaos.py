@@ -29,7 +29,6 @@ import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
 
-from diffusion import storage
 from diffusion.checkpointing.layout import list_checkpoints
 from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError
@@ -40,7 +39,8 @@ from diffusion.operations.heartbeats import HeartbeatRecord, read_heartbeats
 from diffusion.operations.processes import is_alive, kill, tree
 from diffusion.reports.tables import markdown_table
 from tests.tools.forking import ForkingServer, launcher
-from tests.tools.s3_server import S3Server, find_s3rver
+from tests.tools.runs import flip_bit
+from tests.tools.s3_server import S3Server, find_s3rver, upload
 from verification.runs import (
     ROOT,
     Recipe,
@@ -198,13 +198,6 @@ class Scene:
         threading.Thread(target=restore, daemon=True).start()
 
 
-def flip_bit(file: Path) -> None:
-    """Change a bit in the middle of a file."""
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
 def flip_shards(store: S3Server) -> None:
     """Change a bit of each shard, or change it back."""
     for file in store.path("s3://chaos").rglob("*.mds*_object"):
@@ -349,8 +342,7 @@ def compare_runs(recipe: Recipe, faults: Sequence[Fault], data: Path) -> None:
         store = S3Server(out / "store", s3rver)
         store.start("chaos")
         os.environ.update(store.environment)
-        for path in (path for path in (data / "latents").rglob("*") if path.is_file()):
-            storage.upload(path, f"s3://chaos/{path.relative_to(data / 'latents').as_posix()}")
+        upload(data / "latents", "s3://chaos")
         folders = ["data.remote=s3://chaos/train", f"data.local={out / 'cache'}"]
         settings |= store.environment
     scene = Scene(run=out / "disturbed", poison=out / "poison", cache=out / "cache", store=store)

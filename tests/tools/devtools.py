@@ -5,13 +5,14 @@ import json
 import shutil
 import subprocess
 import tempfile
-import time
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from websockets.sync.client import connect
+
+from tests.tools.waiting import wait_until
 
 CHROMIUM = shutil.which("chromium")
 _OPTIONS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--hide-scrollbars"]
@@ -43,9 +44,9 @@ class Tab:
             [*command, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         place = Path(self._folder.name, "DevToolsActivePort")
-        self._until(lambda: place.exists() and len(place.read_text().splitlines()) == 2)
+        wait_until(lambda: place.exists() and len(place.read_text().splitlines()) == 2, timeout=self._timeout)
         port = int(place.read_text().splitlines()[0])
-        self._until(lambda: self._address(port) is not None)
+        wait_until(lambda: self._address(port) is not None, timeout=self._timeout)
         address = self._address(port)
         assert address is not None
         self._socket = connect(address, max_size=None, open_timeout=self._timeout, ping_timeout=None)
@@ -104,7 +105,7 @@ class Tab:
             except PageReplacedError:
                 return False
 
-        self._until(holds)
+        wait_until(holds, timeout=self._timeout)
 
     def click(self, selector: str, times: int = 1) -> None:
         """Press the left button in the middle of an element, as often as in a double click if twice.
@@ -134,9 +135,3 @@ class Tab:
     def screenshot(self) -> bytes:
         """What is seen, PNG."""
         return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
-
-    def _until(self, condition) -> None:
-        deadline = time.monotonic() + self._timeout
-        while not condition():
-            assert time.monotonic() < deadline, "waited in vain"
-            time.sleep(0.01)

@@ -1,17 +1,25 @@
-"""A proxy in front of an S3 server with the faults of a test: errors, silence, cut and damaged answers."""
+"""A proxy in front of an S3 server with the faults of a test: errors, silence, cut and damaged answers.
+
+Test modules import the fixture with those of the server: `from tests.tools.faulty_proxy import proxy`.
+"""
 
 import http.client
 import threading
 from collections import Counter
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import PurePosixPath
+
+import pytest
+
+from tests.tools.s3_server import S3Server
+from tests.tools.web import WebServer, body_of, send
 
 Fault = Callable[[str, int], str | None]
 """Name of an object and how often it was asked for (from 1) -> error, silent, cut, damage, drop or None."""
 
 
-class FaultyProxy:
+class FaultyProxy(WebServer):
     """Passes requests on to a server.
 
     Args:
@@ -24,39 +32,24 @@ class FaultyProxy:
         self.requests: Counter[str] = Counter()
         """GETs by object name."""
 
+        self.uploads: Counter[str] = Counter()
+        """PUTs by object name."""
+
         self.ended = threading.Event()
         self._counting = threading.Lock()
-        proxy = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                proxy.answer(self)
-
-            do_HEAD = do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        super().__init__()
 
     def close(self) -> None:
         self.ended.set()
-        self._server.shutdown()
-        self._server.server_close()
+        super().close()
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         name = PurePosixPath(request.path.partition("?")[0]).name
         fault = None
-        if request.command == "GET":
-            with self._counting:  # Each request has a thread.
+        with self._counting:  # Each request has a thread.
+            if request.command == "PUT":
+                self.uploads[name] += 1
+            if request.command == "GET":
                 self.requests[name] += 1
                 fault = self.fault(name, self.requests[name])
         if fault == "silent":
@@ -65,13 +58,11 @@ class FaultyProxy:
             request.close_connection = True
             return
         if fault == "error":
-            request.send_response(500)
-            request.send_header("Content-Length", "0")
-            request.end_headers()
+            send(request, 500)
             return
         try:
             connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
-            content = request.rfile.read(int(request.headers.get("Content-Length", 0)))
+            content = body_of(request)
             connection.request(request.command, request.path, content or None, dict(request.headers))
             answer = connection.getresponse()
             body = answer.read()
@@ -87,3 +78,12 @@ class FaultyProxy:
             body = body[:-1] + bytes([body[-1] ^ 1])
         request.wfile.write(body[: len(body) // 2] if fault == "cut" else body)
         request.close_connection = request.close_connection or fault == "cut"
+
+
+@pytest.fixture
+def proxy(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """A proxy in front of the server, at the address in the environment."""
+    proxy = FaultyProxy(s3_server.port)
+    monkeypatch.setenv("S3_ENDPOINT_URL", proxy.url)
+    yield proxy
+    proxy.close()

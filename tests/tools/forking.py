@@ -30,6 +30,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.tools.waiting import wait_until
+
 TERMINATION_SECONDS = 300.0
 """Between SIGTERM and SIGKILL: ranks may save and finish their loggers, on a machine that is busy."""
 
@@ -138,11 +140,8 @@ class ForkingServer:
 
     def await_start(self) -> None:
         """Wait until everything is imported."""
-        deadline = time.monotonic() + START_SECONDS
-        while not self.address.exists():
-            assert self._process.poll() is None, f"the process that forks ranks has ended: {self._process.returncode}"
-            assert time.monotonic() < deadline, "the process that forks ranks has not started"
-            time.sleep(0.05)
+        what = "the process that forks ranks does not start"
+        wait_until(self.address.exists, what, START_SECONDS, self._process)
 
     def launcher(self, num_ranks: int) -> list[str]:
         """The command that starts a program on so many ranks; the program and its arguments follow it."""

@@ -12,14 +12,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from tests.tools.training_runs import Job, Run, TrainingServer, train_runs
+from tests.tools.waiting import wait_until
 
 NAMES = ("first", "second", "third", "fourth")
 """Of the hosts."""
@@ -170,14 +170,6 @@ class Agent:
     def output(self) -> str:
         """What the agent and its ranks have printed."""
         return self._job.output
-
-
-def wait_until(condition: Callable[[], object], what: str, timeout: float = 300) -> None:
-    """Wait for a condition, and fail with `what` after a time."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
 
 
 def enter(namespace: str) -> None:

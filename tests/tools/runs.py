@@ -1,12 +1,14 @@
-"""What tests ask of runs: a signal at a step, and afterwards their losses and the states in their checkpoints."""
+"""What tests ask of runs: a signal at a step, and afterwards their losses, weights and states."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from diffusion.checkpointing.read import StoredState
+from diffusion.checkpointing.find import resolve_checkpoint
+from diffusion.checkpointing.read import StoredState, read_weights
 from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 
 _STATE = ("state.model.", "state.optimizers.", "state.schedulers.", "state.callbacks.LateStartEMA.")
@@ -25,6 +27,29 @@ def losses(run: Path) -> list[float]:
     return values
 
 
+def newest(run: Path) -> Path:
+    """Newest complete checkpoint."""
+    return resolve_checkpoint(str(run))
+
+
+def weights_of(run: Path, weights: str = "raw") -> dict[str, Tensor]:
+    """Weights or an average in the newest checkpoint."""
+    return read_weights(newest(run), weights)
+
+
+def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """Largest difference of tensors with the same names."""
+    assert one.keys() == other.keys()
+    return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
+
+
+def flip_bit(file: Path) -> None:
+    """Change a bit in the middle of a file."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 def state_of(checkpoint: Path) -> dict[str, Any]:
     """Model, optimizer, schedule and averages in a checkpoint."""
     return {name: value for name, value in StoredState(checkpoint).read_below("").items() if name.startswith(_STATE)}
@@ -37,6 +62,6 @@ def assert_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
+    if isinstance(one, Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     return one == other

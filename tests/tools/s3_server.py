@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -21,6 +20,8 @@ from composer.utils import dist
 from diffusion import storage
 from diffusion.callbacks.saving import SaveCheckpoints
 from tests.tools.forking import free_port
+from tests.tools.image_files import tree
+from tests.tools.waiting import wait_until
 
 KEY = "S3RVER"
 """User name and password of the server."""
@@ -71,11 +72,7 @@ class S3Server:
         # With several threads s3rver can answer before it has written; with one it does things in their order.
         environment = os.environ | {"UV_THREADPOOL_SIZE": "1"}
         self._process = subprocess.Popen(command, env=environment, start_new_session=True)
-        deadline = time.monotonic() + 300
-        while not self._answers():
-            assert self._process.poll() is None, "s3rver has ended"
-            assert time.monotonic() < deadline, "s3rver does not answer"
-            time.sleep(0.05)
+        wait_until(self._answers, "s3rver does not answer", process=self._process)
 
     def _answers(self) -> bool:
         try:
@@ -113,6 +110,12 @@ class S3Server:
 def object_file(server: S3Server, url: str) -> Path:
     """The file that holds an object's bytes."""
     return server.path(url + "._S3rver_object")
+
+
+def upload(folder: Path, url: str, access: storage.Access | None = None) -> None:
+    """Write the files below a folder to a store."""
+    for name, content in tree(folder).items():
+        storage.write(f"{url}/{name}", content, access)
 
 
 class SignalServerAt(Callback):

@@ -24,8 +24,7 @@ from torch.distributed import (
 )
 
 from diffusion.config.checks import check as check_config
-from diffusion.config.checks import check_machine as check_device
-from diffusion.config.checks import resolve_device
+from diffusion.config.checks import check_device, resolve_device
 from diffusion.config.loading import to_yaml
 from diffusion.config.schema import Config
 from diffusion.config.training import Device

@@ -23,7 +23,7 @@ def computes_bf16() -> bool:
     return torch.cuda.device_count() > 0 and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def visible_gpus(nvml: Any = pynvml, num_gpus: int | None = None) -> dict[str, Any]:
+def gpu_handles(nvml: Any = pynvml, num_gpus: int | None = None) -> dict[str, Any]:
     """Open NVML and return the handles of the GPUs in CUDA_VISIBLE_DEVICES by their names; none without NVML.
 
     The ranks of this node use the first `num_gpus` of them; None is all.
@@ -53,7 +53,7 @@ def _optional(nvml: Any, default: Any, read: Callable[..., Any], *arguments: Any
 
 def check_gpu_memory(needed: float, nvml: Any = pynvml, num_gpus: int | None = None) -> Iterator[Verdict]:
     """Check that `needed` bytes fit into each used GPU, and that other processes leave room."""
-    gpus = visible_gpus(nvml, num_gpus)
+    gpus = gpu_handles(nvml, num_gpus)
     min_free, unknown = math.inf, []
     for name, handle in gpus.items():
         memory = _optional(nvml, None, nvml.nvmlDeviceGetMemoryInfo, handle)
@@ -95,7 +95,7 @@ def _foreign_bytes(nvml: Any, handle: Any) -> int:
 def check_gpu_errors(nvml: Any = pynvml, num_gpus: int | None = None) -> Iterator[Verdict]:
     """Check the used GPUs for memory errors that the hardware could not correct."""
     kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-    for name, handle in visible_gpus(nvml, num_gpus).items():
+    for name, handle in gpu_handles(nvml, num_gpus).items():
         rows = _optional(nvml, None, nvml.nvmlDeviceGetRemappedRows, handle)
         errors = _optional(nvml, 0, nvml.nvmlDeviceGetTotalEccErrors, handle, *kinds)
         if rows is not None and rows[3]:
@@ -111,7 +111,7 @@ class GpuMeter:
 
     def __init__(self, nvml: Any = pynvml, num_gpus: int | None = None) -> None:
         self._nvml = nvml
-        self._handles = list(visible_gpus(nvml, num_gpus).values())
+        self._handles = list(gpu_handles(nvml, num_gpus).values())
         self._since = [0] * len(self._handles)
 
     def read(self) -> tuple[float, float] | None:

@@ -1,6 +1,5 @@
 import errno
 import json
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +11,7 @@ from diffusion.formats.run_folder import LEASE
 from diffusion.operations import timeouts
 from diffusion.operations.heartbeats import HeartbeatFile, Phase, read_heartbeats
 from diffusion.operations.lease import leased
+from tests.tools.waiting import wait_until
 
 
 def test_compilation_within_a_step_is_a_phase_of_its_own(tmp_path):
@@ -53,8 +53,5 @@ def test_the_lease_is_renewed_while_the_heartbeat_does_not_reach_the_disk(tmp_pa
     monkeypatch.setattr(HeartbeatFile, "sync", fail)
     monkeypatch.setattr(timeouts, "RENEWAL", 0.01)
     with leased(tmp_path) as lease, Heartbeat(tmp_path / "beats", lease):
-        deadline = time.monotonic() + 60
-        while num_failures < 3:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: num_failures >= 3, "the lease is not renewed")
         assert json.loads((tmp_path / LEASE).read_text())["count"] >= 2

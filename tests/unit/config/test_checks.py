@@ -2,7 +2,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from diffusion.config.checks import check, check_machine, is_location, missing_locations, planned_steps, resolve_device
+from diffusion.config.checks import check, check_device, is_location, missing_locations, planned_steps, resolve_device
 from diffusion.config.data import (
     DataConfig,
     ImageSize,
@@ -409,14 +409,14 @@ def test_lengths_that_cudnn_gets_wrong_are_refused(configuration, overrides, num
 def test_what_the_machine_lacks(configuration, overrides, machine, keys):
     num_gpus, bf16, local = machine
     with pytest.raises(MachineError) as caught:
-        check_machine(configuration(*overrides), num_gpus=num_gpus, bf16_supported=bf16, local_world_size=local)
+        check_device(configuration(*overrides), num_gpus=num_gpus, bf16_supported=bf16, local_world_size=local)
     assert [key for key in keys if key not in str(caught.value)] == []
 
 
 def test_what_the_machine_can_do(configuration):
-    check_machine(configuration("trainer.precision=fp32"), num_gpus=0, bf16_supported=False, local_world_size=2)
-    check_machine(configuration("trainer.precision=amp_fp16"), num_gpus=1, bf16_supported=False)
-    check_machine(configuration(), num_gpus=8, bf16_supported=True, local_world_size=8)
+    check_device(configuration("trainer.precision=fp32"), num_gpus=0, bf16_supported=False, local_world_size=2)
+    check_device(configuration("trainer.precision=amp_fp16"), num_gpus=1, bf16_supported=False)
+    check_device(configuration(), num_gpus=8, bf16_supported=True, local_world_size=8)
     assert [resolve_device(Device.auto, 1), resolve_device(Device.auto, 0)] == [Device.gpu, Device.cpu]
 
 

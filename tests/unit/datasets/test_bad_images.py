@@ -1,6 +1,5 @@
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ from diffusion.datasets.loader import train_loader
 from diffusion.datasets.streams import StreamLocation, Substitutes, find_manifest, find_substitutes, locate_streams
 from diffusion.errors import DataError
 from diffusion.storage import Access
+from tests.tools.web import WebServer, send
 from tests.tools.written_data import data_config, tokenize, write_encoded, write_prepared
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -130,29 +130,22 @@ def test_workers_count_together(tmp_path: Path) -> None:
     assert sorted(image.index for image in dataset.bad_images.take()) == [5, 6, 20]
 
 
-class Forbidding(BaseHTTPRequestHandler):
+class Forbidding(WebServer):
     """Answers as S3 does to who may read but not list: 403 for `withdrawn.json`, 404 for the rest."""
 
-    def do_GET(self) -> None:
-        self.send_response(403 if self.path.endswith("withdrawn.json") else 404)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        send(request, 403 if request.path.endswith("withdrawn.json") else 404)
 
 
 def test_marks_that_may_not_be_read_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    with ThreadingHTTPServer(("127.0.0.1", 0), Forbidding) as http:
-        thread = threading.Thread(target=http.serve_forever)
-        thread.start()
-        access = Access(endpoint_url=f"http://127.0.0.1:{http.server_port}")
-        location = StreamLocation(name="a", remote="s3://bucket/data/train/a", local=str(tmp_path), access=access)
-        try:
-            assert find_manifest(location.source, access) is None
-            with pytest.raises(DataError, match="s3:ListBucket"):
-                find_substitutes(location, 20)
-        finally:
-            http.shutdown()
-            thread.join()
+    server = Forbidding()
+    access = Access(endpoint_url=server.url)
+    location = StreamLocation(name="a", remote="s3://bucket/data/train/a", local=str(tmp_path), access=access)
+    try:
+        assert find_manifest(location.source, access) is None
+        with pytest.raises(DataError, match="s3:ListBucket"):
+            find_substitutes(location, 20)
+    finally:
+        server.close()

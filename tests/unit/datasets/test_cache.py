@@ -29,6 +29,7 @@ from diffusion.datasets.loader import BatchLoader, train_loader, validation_data
 from diffusion.datasets.streams import StreamLocation
 from diffusion.errors import DataError, MachineError
 from diffusion.formats.shards import read_shards, write_index
+from tests.tools.waiting import wait_until
 from tests.tools.written_data import TEXT, data_config, encoded_sample, tokenize, write_encoded, write_prepared
 
 COLUMNS = dict.fromkeys(["latent_mean", "latent_logvar"], "ndarray:float16:4,4,4") | TEXT
@@ -59,14 +60,6 @@ def latents(loader: BatchLoader) -> list[tuple[int, torch.Tensor]]:
 
 def shards_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name not in (LOCKS, "index.json"))
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    """Wait for what happens in the background."""
-    deadline = time.monotonic() + 300
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def num_handles() -> int:

@@ -30,6 +30,7 @@ from diffusion.models.ingredients.alignment import load_image_encoder
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.planning.memory import _network_counts
 from tests.tools.image_encoders import MEAN, STD, write_image_encoder
+from tests.tools.latent_models import gradients, perturb
 
 UNET = {"block_out_channels": [16, 32], "norm_num_groups": 4}
 NETWORKS = {
@@ -56,9 +57,8 @@ def build(config: ModelConfig) -> LatentDiffusion:
     flow = config.architecture is TRANSFORMER
     objective = ObjectiveConfig(prediction_type=PredictionType.flow if flow else PredictionType.v_prediction)
     model = build_model(config, objective, resolution=32, seed=17).train()
-    generator = torch.Generator().manual_seed(0)
-    for _, parameter in sorted(model.named_parameters(), key=lambda pair: "alignment" in pair[0]):
-        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    named = sorted(model.named_parameters(), key=lambda pair: "alignment" in pair[0])
+    perturb((parameter for _, parameter in named), 0.1)
     return model
 
 
@@ -77,12 +77,6 @@ def terms(model: LatentDiffusion, part: dict[str, Tensor]) -> dict[str, Tensor]:
     found = model.loss(model.forward(part), part)
     assert isinstance(found, dict)
     return found
-
-
-def gradients(model: LatentDiffusion, parts: list[dict[str, Tensor]]) -> list[Tensor]:
-    for part in parts:
-        (torch.stack([*terms(model, part).values()]).sum() * len(part[BatchKey.SAMPLE])).backward()
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
 @pytest.mark.parametrize("kind", ["dinov2", "vit"])

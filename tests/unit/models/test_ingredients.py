@@ -28,6 +28,7 @@ from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.planning.memory import parameter_counts
 from diffusion.plugins import check_plugins
 from diffusion.train import build_training_model
+from tests.tools.latent_models import latent_batch
 from tests.tools.training_runs import ROOT
 
 
@@ -69,14 +70,7 @@ def build(*ingredients: Plugin) -> tuple[Config, LatentDiffusion]:
 
 
 def batch() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return {
-        BatchKey.LATENT_MEAN: torch.randn(4, 4, 8, 8, generator=generator),
-        BatchKey.LATENT_LOGVAR: torch.full((4, 4, 8, 8), -4.0),
-        BatchKey.TOKEN_IDS: torch.randint(1, 2000, (4, 24), generator=generator),
-        BatchKey.SAMPLE: torch.arange(4),
-        BatchKey.SLOT: torch.arange(4),
-    }
+    return latent_batch(4) | {BatchKey.SLOT: torch.arange(4)}
 
 
 def test_the_example_of_the_page_is_the_loss(tmp_path, monkeypatch):

@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline
-from torch import Tensor
 from transformers import AutoModel, Qwen3Model, T5EncoderModel
 
 from diffusion.config.ingredients import TextAdapterConfig
@@ -26,7 +24,8 @@ from diffusion.models.sampling import image_seeds, initial_latents
 from diffusion.models.tokenizers import caption_tokenizer, load_tokenizer, tokenize
 from diffusion.planning.memory import parameter_counts
 from tests.tools.language_models import WIDTHS, WORDS, write_language_model
-from tests.tools.pipelines import write_model
+from tests.tools.latent_models import caption_batch, perturb
+from tests.tools.pipelines import images_of_model, images_of_pipeline, read_pipeline, write_model
 
 LONG = " ".join(WORDS[i % len(WORDS)] for i in range(85))
 NETWORKS = {
@@ -50,27 +49,15 @@ def config_of(folder: str, architecture: Architecture, adapter: TextAdapterConfi
 
 def build(config: ModelConfig) -> LatentDiffusion:
     model = build_model(config, ObjectiveConfig(caption_dropout=0), resolution=32, seed=17)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    perturb(model.parameters(), 0.05)
     return model
-
-
-def batch(model: LatentDiffusion, *captions: str) -> dict[str, Tensor]:
-    latents = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(1)).expand(len(captions), -1, -1, -1)
-    return {
-        BatchKey.LATENT_MEAN: latents,
-        BatchKey.LATENT_LOGVAR: torch.full_like(latents, -4.0),
-        BatchKey.TOKEN_IDS: torch.from_numpy(model.tokenize(captions)).long(),
-        BatchKey.SAMPLE: torch.zeros(len(captions), dtype=torch.int64),
-    }
 
 
 @pytest.mark.parametrize("way", ["weights", "autocast", "training"])
 @pytest.mark.parametrize("kind", WIDTHS)
 def test_a_language_model_computes_in_float32_where_float16_would_overflow(folders, kind, way):
     model = build(config_of(folders[kind], Architecture.tiny_transformer))
-    ids = batch(model, LONG)[BatchKey.TOKEN_IDS]
+    ids = caption_batch(model, LONG)[BatchKey.TOKEN_IDS]
     expected = model.conditioner.encode_batch({}, ids).text
     if way == "weights":
         model.half()
@@ -85,7 +72,7 @@ def test_a_language_model_computes_in_float32_where_float16_would_overflow(folde
 @pytest.mark.parametrize(("kind", "class_"), [("t5", T5EncoderModel), ("qwen3", Qwen3Model)])
 def test_captions_are_encoded_as_by_transformers(folders, kind, class_):
     model = build(config_of(folders[kind], Architecture.tiny_transformer))
-    ids = batch(model, LONG, "a Red circle", "")[BatchKey.TOKEN_IDS]
+    ids = caption_batch(model, LONG, "a Red circle", "")[BatchKey.TOKEN_IDS]
     assert ids.shape == (3, 96)
     conditioning = model.conditioner.encode_batch({}, ids)
     assert conditioning.mask is not None
@@ -106,7 +93,7 @@ def test_the_network_follows_the_width_and_reads_beyond_77_tokens(folders, kind,
     model = build(config)
     assert text_width_of(model.network) == WIDTHS[kind] == text_shape(config)[1]
     assert count_parameters(config)["text_encoder"] == sum(p.numel() for p in model.text_encoder.parameters())
-    entries = batch(model, LONG + " red", LONG + " blue", "a star")
+    entries = caption_batch(model, LONG + " red", LONG + " blue", "a star")
     with torch.no_grad():
         whole = model.forward(entries).prediction
         parts = [model.forward({key: value[i : i + 1] for key, value in entries.items()}).prediction for i in range(3)]
@@ -122,7 +109,7 @@ def test_an_adapter_has_any_width_and_is_trained(folders, architecture):
     assert isinstance(adapter, LanguageAdapter)
     assert text_width_of(model.network) == 80
     assert parameter_counts(Config(model=config)).trained == sum(p.numel() for p in model.parameters())
-    entries = batch(model, LONG, "a red circle")
+    entries = caption_batch(model, LONG, "a red circle")
     model.loss(model.forward(entries), entries).backward()
     gradients = [parameter.grad for parameter in adapter.parameters()]
     assert all(gradient is not None and gradient.abs().max() > 0 for gradient in gradients)
@@ -157,23 +144,19 @@ def test_an_export_gives_the_images_of_generate(folders, tmp_path, kind, is_adap
         config = config_of(folders[kind], architecture, adapter)
     model = build(config).eval()
     write_model(model, tmp_path, resolution=32)
-    is_masked = architecture is Architecture.tiny_transformer
     write_prompt_encoder(tmp_path, config)
     for ingredient in model.ingredients:
         ingredient.write(tmp_path, model.frozen, model.get_submodule(ingredient.part).state_dict())
-    pipeline = DiffusionPipeline.from_pretrained(tmp_path, local_files_only=True)
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = read_pipeline(tmp_path)
     latents = initial_latents(image_seeds(5, 1), (4, 8, 8), torch.device("cpu"))
-    shared: dict[str, Any] = {"num_inference_steps": 2, "latents": latents, "guidance_scale": 3.0}
-    own: dict[str, Any] = {"use_resolution_binning": False} if is_masked else {"height": 32, "width": 32}
-    expected = model.generate(LONG, "a star", height=32, width=32, output="tensor", progress=False, **shared)
-    found = pipeline(**PromptEncoder(tmp_path)(LONG, "a star"), output_type="pt", **shared, **own).images
-    assert isinstance(expected, Tensor)
-    assert expected.std() > 0.01
+    options: dict[str, Any] = {"num_inference_steps": 2, "height": 32, "width": 32}
+    expected = images_of_model(model, LONG, "a star", latents=latents, **options)
+    arguments = PromptEncoder(tmp_path)(LONG, "a star")
+    found = images_of_pipeline(pipeline, None, latents=latents, **arguments, **options)
     assert (found - expected).abs().max() < 1e-4
     arguments = PromptEncoder(tmp_path).to("cpu", torch.bfloat16)(LONG, "a star")
-    shared["latents"] = latents.bfloat16()
-    found = pipeline.to(torch.bfloat16)(**arguments, output_type="pt", **shared, **own).images
+    pipeline.to(torch.bfloat16)
+    found = images_of_pipeline(pipeline, None, latents=latents.bfloat16(), **arguments, **options)
     assert (found - expected).abs().mean() < 0.05
 
 

@@ -20,6 +20,7 @@ from diffusion.models.architectures import side_factor, with_seed
 from diffusion.models.latents import fold_scaling, latent_space
 from diffusion.models.sampling import image_seeds, initial_latents
 from diffusion.preparation.encoding.models import Encoder, EncodingModels
+from tests.tools.latent_models import perturb
 from tests.tools.pipelines import write_model
 
 SMALL = {"hidden_size": 64, "num_heads": 4, "depth": 2, "axes_dim": (8, 8)}
@@ -34,9 +35,7 @@ def configured(architecture: Architecture, vae: Path | None = None, **network) -
 def build(config: ModelConfig, posterior: Posterior = Posterior.sample) -> LatentDiffusion:
     flow = {"prediction_type": PredictionType.flow, "flow": FlowConfig(shift=2.0)}
     model = build_model(config, ObjectiveConfig(posterior=posterior, **flow), resolution=32, seed=17).eval()
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.network.parameters():  # The modulations are zero at first, and so is the influence of t.
-        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    perturb(model.network.parameters(), 0.05)
     return model
 
 

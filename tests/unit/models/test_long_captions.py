@@ -7,7 +7,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from diffusion.callbacks.step import CountChunks
 from diffusion.config.ingredients import TextAdapterConfig
@@ -19,6 +18,7 @@ from diffusion.models.conditioning import encode_tokens
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.pretrained import tokenizer_identity
 from diffusion.models.tokenizers import build_tokenizer, caption_tokenizer, tokenize
+from tests.tools.latent_models import caption_batch, perturb
 
 LENGTH, CONTENT = 24, 22
 """Tokens of a chunk of the tiny text encoder, and those of a caption in it."""
@@ -35,20 +35,8 @@ def build(
     text = TextEncoderConfig(chunks=num_chunks)
     config = ModelConfig(architecture=architecture, network=network, text_encoder=text, frozen_seed=3, **options)
     model = build_model(config, ObjectiveConfig(caption_dropout=0), resolution=32, seed=17)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.network.parameters():  # The modulations are zero at first.
-        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    perturb(model.network.parameters(), 0.05)
     return model
-
-
-def batch(model: LatentDiffusion, *captions: str) -> dict[str, Tensor]:
-    latents = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(1)).expand(len(captions), -1, -1, -1)
-    return {
-        BatchKey.LATENT_MEAN: latents,
-        BatchKey.LATENT_LOGVAR: torch.full_like(latents, -4.0),
-        BatchKey.TOKEN_IDS: torch.from_numpy(model.tokenize(captions)).long(),
-        BatchKey.SAMPLE: torch.zeros(len(captions), dtype=torch.int64),
-    }
 
 
 def test_each_chunk_has_a_start_and_an_end_of_its_own():
@@ -93,7 +81,7 @@ def test_chunks_are_encoded_by_themselves(architecture):
 
 def test_the_mask_ends_after_the_last_used_token():
     model = build(4)
-    ids = batch(model, LONG, "", "a red circle", LONG[: LONG.index("star")])[BatchKey.TOKEN_IDS]
+    ids = caption_batch(model, LONG, "", "a red circle", LONG[: LONG.index("star")])[BatchKey.TOKEN_IDS]
     conditioning = model.conditioner.encode_batch({}, ids)
     assert conditioning.mask is not None
     assert conditioning.mask.sum(dim=1).tolist() == [2 * LENGTH + 5 + 2, 2, 5, 7]
@@ -109,7 +97,7 @@ def test_words_beyond_77_tokens_change_the_prediction(architecture, layers):
         adapter = None if layers is None else TextAdapterConfig(layers=layers)
         model = build(num_chunks, architecture, text_adapter=adapter)
         with torch.no_grad():
-            one, other = model.forward(batch(model, text, text.removesuffix("green") + "blue")).prediction
+            one, other = model.forward(caption_batch(model, text, text.removesuffix("green") + "blue")).prediction
         assert bool((one - other).abs().max() > 1e-4) == is_read
 
 
@@ -118,7 +106,7 @@ def test_words_beyond_77_tokens_change_the_prediction(architecture, layers):
 def test_only_used_chunks_are_encoded(architecture, dropout):
     model = build(3, architecture, text_adapter=TextAdapterConfig(layers=1))
     model.objective.caption_dropout = dropout
-    entries = batch(model, LONG, "", "a red circle", LONG[: LONG.index("star")])
+    entries = caption_batch(model, LONG, "", "a red circle", LONG[: LONG.index("star")])
     entries[BatchKey.SAMPLE] = torch.arange(4)
     state: Any = SimpleNamespace(batch=dict(entries))
     CountChunks(model.conditioner).after_dataloader(state, Mock())
@@ -135,7 +123,7 @@ def test_only_used_chunks_are_encoded(architecture, dropout):
 
 def test_loss_and_images():
     model = build(3)
-    entries = batch(model, LONG, "a star")
+    entries = caption_batch(model, LONG, "a star")
     with torch.no_grad():
         whole = model.forward(entries).prediction
         parts = [model.forward({key: value[i : i + 1] for key, value in entries.items()}).prediction for i in range(2)]

@@ -2,7 +2,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline
 from transformers import CLIPTokenizer
 
 from diffusion.config.model import Architecture, FlowConfig, ModelConfig, ObjectiveConfig, PredictionType
@@ -13,7 +12,7 @@ from diffusion.models.latents import LatentScaling, fold_scaling, latent_space
 from diffusion.models.pretrained import read_pipeline_network, read_vae
 from diffusion.models.sampling import image_seeds, initial_latents
 from diffusion.models.tokenizers import build_clip_tokenizer, clip_merges, tokenize
-from tests.tools.pipelines import write_model
+from tests.tools.pipelines import images_of_model, images_of_pipeline, read_pipeline, write_model
 
 PROMPTS = ["a red circle", "Blue star, 42!"]
 
@@ -48,18 +47,16 @@ def test_a_pipeline_gives_the_images_of_generate(architecture, scaling, objectiv
         model.vae.register_to_config(scaling_factor=0.18215)
     folder = write_model(model, tmp_path / "folder")
     assert not [path for path in folder.rglob("*") if path.suffix in (".bin", ".pt", ".pkl", ".ckpt")]
-    pipeline = DiffusionPipeline.from_pretrained(folder, local_files_only=True)
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = read_pipeline(folder)
     assert (pipeline.unet.config.sample_size, pipeline.vae_scale_factor) == (8, 4)
     latents = initial_latents(image_seeds(5, 2), (4, 8, 8), torch.device("cpu"))
     options = {"num_inference_steps": 4, "guidance_scale": 3.0, "latents": latents}
     for negative in (None, "a green square"):
-        expected = model.generate(PROMPTS, negative, output="tensor", progress=False, **options)
+        expected = images_of_model(model, PROMPTS, negative, **options)
         negatives = None if negative is None else [negative] * 2
-        found = pipeline(PROMPTS, negative_prompt=negatives, output_type="pt", **options).images
-        assert expected.std() > 0.01, "there is something to see"
+        found = images_of_pipeline(pipeline, PROMPTS, negative_prompt=negatives, **options)
         assert (found - expected).abs().max() < 1e-4
-    assert (model.generate(PROMPTS, output="tensor", progress=False, **options) - expected).abs().max() > 1e-3
+    assert (images_of_model(model, PROMPTS, **options) - expected).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(("has_convolutions", "factor"), [(True, 1.0), (False, 0.18215)])
@@ -101,16 +98,11 @@ def test_a_pipeline_with_a_vae_of_16_channels_gives_the_images_of_generate(archi
     model = build_model(config, objective, resolution=32, seed=17).eval()
     assert model.latent_scaling == LatentScaling((0.1159,), (1 / 0.3611,))
     assert count_parameters(config)["network"] == sum(p.numel() for p in model.network.parameters())
-    pipeline = DiffusionPipeline.from_pretrained(write_model(model, tmp_path / "folder"), local_files_only=True)
-    pipeline.set_progress_bar_config(disable=True)
-    is_transformer = architecture is Architecture.tiny_transformer
-    options = {"use_resolution_binning": False, "skip_text_cleaning": True} if is_transformer else {}
+    pipeline = read_pipeline(write_model(model, tmp_path / "folder"))
     latents = initial_latents(image_seeds(5, 1), (16, 8, 8), torch.device("cpu"))
     settings = {"num_inference_steps": 4, "guidance_scale": 3.0, "latents": latents}
-    expected = model.generate(PROMPTS[:1], output="tensor", progress=False, **settings)
-    assert expected.std() > 0.01, "there is something to see"
-    found = pipeline(PROMPTS[:1], output_type="pt", **options, **settings).images
-    assert (found - expected).abs().max() < 1e-4
+    expected = images_of_model(model, PROMPTS[:1], **settings)
+    assert (images_of_pipeline(pipeline, PROMPTS[:1], **settings) - expected).abs().max() < 1e-4
 
 
 def test_a_vae_is_read_from_its_folder_and_from_one_that_holds_it(tmp_path):

@@ -25,6 +25,7 @@ from diffusion.models.ingredients import find_ingredients
 from diffusion.models.ingredients.score_conditioning import ScoreEmbedding, drop_scores, fourier_features
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.planning.memory import _network_counts
+from tests.tools.latent_models import gradients, latent_batch, perturb
 
 NETWORKS = {
     Architecture.tiny: {
@@ -54,23 +55,15 @@ def build(
     flow = architecture is Architecture.tiny_transformer
     objective = ObjectiveConfig(prediction_type=PredictionType.flow if flow else PredictionType.v_prediction)
     model = build_model(config_of(architecture, dropout), objective, resolution=32, seed=17).train()
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in sorted(model.named_parameters(), key=lambda pair: "score" in pair[0]):
-        if is_trained or "score" not in name:
-            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    named = sorted(model.named_parameters(), key=lambda pair: "score" in pair[0])
+    perturb((parameter for name, parameter in named if is_trained or "score" not in name), 0.1)
     return model
 
 
 def batch(num: int = 6) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return {
-        BatchKey.LATENT_MEAN: torch.randn(num, 4, 8, 8, generator=generator),
-        BatchKey.LATENT_LOGVAR: torch.full((num, 4, 8, 8), -4.0),
-        BatchKey.TOKEN_IDS: torch.randint(1, 2000, (num, 24), generator=generator),
+    return latent_batch(num, spread=1000, step=7) | {
         BatchKey.PLACEMENT: torch.tensor([32, 32, 0, 0, 32, 32]).expand(num, -1),
         BatchKey.SCORES: torch.tensor([[5.0, NAN], [7.0, 40.0], [NAN, NAN]]).repeat(2, 1)[:num],
-        BatchKey.SAMPLE: torch.arange(num) * 1000,
-        BatchKey.STEP: torch.full((num,), 7),
     }
 
 
@@ -85,12 +78,6 @@ def images(model: LatentDiffusion, prompts: str | list[str], **options: Any) -> 
     found = model.generate(prompts, **{**fixed, **options})
     assert isinstance(found, Tensor)
     return found
-
-
-def gradients(model: LatentDiffusion, parts: list[dict[str, Tensor]]) -> list[Tensor]:
-    for part in parts:
-        (model.loss(model.forward(part), part) * len(part[BatchKey.SAMPLE])).backward()
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
 def test_features_are_sines_and_cosines_of_six_octaves():

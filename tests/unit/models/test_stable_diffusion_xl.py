@@ -1,15 +1,14 @@
 import numpy as np
 import pytest
 import torch
-from diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl import StableDiffusionXLPipeline
 
 from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.transforms import Placement
 from diffusion.errors import ConfigurationError
 from diffusion.models import LatentDiffusion, build_model, load_frozen_parts, tiny_xl
-from diffusion.models.sampling import exported_scheduler
 from diffusion.models.tokenizers import END_OF_WORD, build_tokenizer, tokenize
+from tests.tools.pipelines import read_pipeline, write_model
 
 PROMPTS = ["a red circle on a black background", "", "a green square " * 12]
 SMALL = {"block_out_channels": [16, 32], "norm_num_groups": 4, "attention_head_dim": [2, 2]}
@@ -21,21 +20,10 @@ def model() -> LatentDiffusion:
 
 
 @pytest.fixture(scope="module")
-def pipeline(model) -> StableDiffusionXLPipeline:
-    """The pipeline of diffusers around the same networks; its tokenizers pad as the released ones do."""
-    first = build_tokenizer(Architecture.tiny_xl)
-    first.pad_token = first.eos_token
-    pipeline = StableDiffusionXLPipeline(
-        vae=model.vae,
-        text_encoder=model.text_encoder.text_encoder,
-        text_encoder_2=model.text_encoder.text_encoder_2,
-        tokenizer=first,
-        tokenizer_2=build_tokenizer(Architecture.tiny_xl),
-        unet=model.unet,
-        scheduler=exported_scheduler(model.noise_scheduler),
-        add_watermarker=False,
-    )
-    pipeline.set_progress_bar_config(disable=True)
+def pipeline(model, tmp_path_factory):
+    """The pipeline of diffusers with the same weights; its tokenizers pad as the released ones do."""
+    pipeline = read_pipeline(write_model(model, tmp_path_factory.mktemp("folder")))
+    assert pipeline.tokenizer.pad_token == pipeline.tokenizer.eos_token != pipeline.tokenizer_2.pad_token
     return pipeline
 
 

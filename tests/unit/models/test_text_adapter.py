@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from diffusion.config.ingredients import TextAdapterConfig
 from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, PredictionType
@@ -14,6 +13,7 @@ from diffusion.models.build import load_weights
 from diffusion.models.conditioning import encode_tokens
 from diffusion.models.ingredients.text_adapter import TextAdapter, with_adapter
 from diffusion.models.latent_diffusion import LatentDiffusion
+from tests.tools.latent_models import latent_batch, perturb
 
 IDS = torch.randint(1, 2000, (3, 24), generator=torch.Generator().manual_seed(0))
 UNET = {"block_out_channels": [16, 32], "norm_num_groups": 4}
@@ -26,18 +26,8 @@ def build(layers: int | None, architecture: Architecture = Architecture.tiny) ->
     return build_model(config, objective, resolution=32, seed=17)
 
 
-def batch() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    latents = torch.randn(3, 4, 8, 8, generator=generator)
-    logvar = torch.full_like(latents, -4.0)
-    return {BatchKey.LATENT_MEAN: latents, BatchKey.LATENT_LOGVAR: logvar, BatchKey.TOKEN_IDS: IDS,
-            BatchKey.SAMPLE: torch.arange(3)}  # fmt: skip
-
-
 def trained(adapter: TextAdapter) -> TextAdapter:
-    generator = torch.Generator().manual_seed(2)
-    for parameter in adapter.parameters():
-        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    perturb(adapter.parameters(), 0.1, seed=2)
     return adapter
 
 
@@ -63,7 +53,8 @@ def test_an_encoder_with_more_layers_gives_the_same_text(num_frozen):
 
 def test_it_is_trained_with_the_network():
     plain, adapted = build(None), build(2)
-    losses = [model.loss(model.forward(batch()), batch()) for model in (plain, adapted)]
+    batch = latent_batch(3) | {BatchKey.TOKEN_IDS: IDS}
+    losses = [model.loss(model.forward(batch), batch) for model in (plain, adapted)]
     torch.testing.assert_close(losses[0], losses[1], msg="the identity at first")
     losses[1].backward()
     adapter = adapted.get_submodule("text_adapter")

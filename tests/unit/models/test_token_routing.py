@@ -27,6 +27,7 @@ from diffusion.models.ingredients import Call, Caller
 from diffusion.models.ingredients.token_routing import TokenRoutingIngredient, select_tokens
 from diffusion.models.latent_diffusion import LatentDiffusion, Prediction
 from diffusion.planning.memory import ImageSize, _activation_bytes, meta_forward, meta_parts
+from tests.tools.latent_models import gradients, latent_batch, perturb
 
 SMALL = {"hidden_size": 32, "num_heads": 2, "depth": 5, "axes_dim": (8, 8)}
 ROUTING = TokenRoutingConfig(share=0.5, first=1, last=-2)
@@ -38,27 +39,12 @@ def build(routing: TokenRoutingConfig | None) -> LatentDiffusion:
     )
     objective = ObjectiveConfig(prediction_type=PredictionType.flow)
     model = build_model(config, objective, resolution=32, seed=17).train()
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.network.parameters():  # Modulations are zero at first, and blocks the identity.
-        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    perturb(model.network.parameters(), 0.1)
     return model
 
 
 def batch(num: int = 6) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return {
-        BatchKey.LATENT_MEAN: torch.randn(num, 4, 8, 6, generator=generator),
-        BatchKey.LATENT_LOGVAR: torch.full((num, 4, 8, 6), -4.0),
-        BatchKey.TOKEN_IDS: torch.randint(1, 2000, (num, 24), generator=generator),
-        BatchKey.SAMPLE: torch.arange(num) * 1000,
-        BatchKey.STEP: torch.full((num,), 7),
-    }
-
-
-def gradients(model: LatentDiffusion, parts: list[dict[str, Tensor]]) -> list[Tensor]:
-    for part in parts:
-        (model.loss(model.forward(part), part) * len(part[BatchKey.SAMPLE])).backward()
-    return [parameter.grad for parameter in model.network.parameters() if parameter.grad is not None]
+    return latent_batch(num, width=6, spread=1000, step=7)
 
 
 def test_share_0_is_no_routing_to_the_bit():

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from diffusion.config.ingredients import TokenRoutingConfig
@@ -16,7 +15,8 @@ from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.networks import predict
 from diffusion.models.sampling import image_seeds, initial_latents
 from diffusion.models.tokenizers import tokenize
-from tests.tools.pipelines import write_model
+from tests.tools.latent_models import latent_batch, perturb
+from tests.tools.pipelines import images_of_model, images_of_pipeline, read_pipeline, write_model
 
 SMALL = {"hidden_size": 64, "num_heads": 4, "depth": 2, "axes_dim": (8, 8)}
 
@@ -32,9 +32,7 @@ def build(routing: TokenRoutingConfig | None = None) -> LatentDiffusion:
 @pytest.fixture(scope="module")
 def model() -> LatentDiffusion:
     model = build().eval()
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.network.parameters():  # The modulations are zero at first, and so is the influence of t.
-        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    perturb(model.network.parameters(), 0.05)
     return model
 
 
@@ -43,14 +41,8 @@ def token_ids(model: LatentDiffusion, *captions: str) -> Tensor:
 
 
 def batch(model: LatentDiffusion, num: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
     captions = ["a red circle", "a blue star on a white background", "", "a green square"]
-    return {
-        BatchKey.LATENT_MEAN: torch.randn(num, 4, 8, 8, generator=generator),
-        BatchKey.LATENT_LOGVAR: torch.full((num, 4, 8, 8), -4.0),
-        BatchKey.TOKEN_IDS: token_ids(model, *(captions[i % 4] for i in range(num))),
-        BatchKey.SAMPLE: torch.arange(num),
-    }
+    return latent_batch(num) | {BatchKey.TOKEN_IDS: token_ids(model, *(captions[i % 4] for i in range(num)))}
 
 
 def test_the_loss_does_not_depend_on_the_microbatch(model):
@@ -126,21 +118,13 @@ def test_images_of_any_size(model):
 
 def test_the_pipeline_of_diffusers_gives_the_images_of_generate(model, tmp_path):
     write_model(model, tmp_path, resolution=32)
-    pipeline = DiffusionPipeline.from_pretrained(tmp_path, local_files_only=True)
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = read_pipeline(tmp_path)
     assert pipeline.get_default_resolution() == 32
     latents = initial_latents(image_seeds(5, 1), (4, 8, 8), torch.device("cpu"))
     options = {"num_inference_steps": 4, "latents": latents}
     for scale, negative in ((1.0, ""), (3.0, ""), (3.0, "a green square")):
-        expected = model.generate(
-            "a red circle", negative, output="tensor", progress=False, guidance_scale=scale, **options
-        )
-        found = pipeline(
-            "a red circle", negative, guidance_scale=scale, output_type="pt", use_resolution_binning=False,
-            skip_text_cleaning=True, **options,
-        ).images  # fmt: skip
-        assert isinstance(expected, Tensor)
-        assert expected.std() > 0.01
+        expected = images_of_model(model, "a red circle", negative, guidance_scale=scale, **options)
+        found = images_of_pipeline(pipeline, "a red circle", negative, guidance_scale=scale, **options)
         assert (found - expected).abs().max() < 1e-4
 
 

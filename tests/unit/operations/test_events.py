@@ -2,13 +2,13 @@
 
 import json
 import logging
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
 from diffusion.formats.run_folder import EVENTS
 from diffusion.operations.events import EventKind, EventLog, read_events
+from tests.tools.web import WebServer, body_of, send
 
 
 @pytest.fixture
@@ -16,21 +16,14 @@ def receiver():
     """An address that takes posts, and what came."""
     posts: list[dict] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            posts.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(500 if posts[-1]["event"] == "stopped" else 200)
-            self.end_headers()
+    class Receiver(WebServer):
+        def answer(self, request: BaseHTTPRequestHandler) -> None:
+            posts.append(json.loads(body_of(request)))
+            send(request, 500 if posts[-1]["event"] == "stopped" else 200)
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/services/HUSH", posts
-    server.shutdown()
-    server.server_close()
+    server = Receiver()
+    yield f"{server.url}/services/HUSH", posts
+    server.close()
 
 
 def test_each_event_is_a_line_and_a_post(tmp_path, receiver):

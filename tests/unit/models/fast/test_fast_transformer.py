@@ -16,6 +16,7 @@ from diffusion.config.training import Precision as TrainPrecision
 from diffusion.models import fast
 from diffusion.models.architectures import build_network, with_seed
 from diffusion.train import build_training_model
+from tests.tools.latent_models import perturb
 from tests.unit.models.fast.test_fast_unet import process_group, shard  # noqa: F401
 
 SMALL = ModelConfig(
@@ -26,9 +27,7 @@ SMALL = ModelConfig(
 
 def build(performance: PerformanceConfig | None = None) -> nn.Module:
     network = with_seed(3, lambda: build_network(SMALL)).train()
-    generator = torch.Generator().manual_seed(4)
-    for parameter in network.parameters():  # The modulations are zero at first.
-        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    perturb(network.parameters(), 0.05, seed=4)
     if performance is not None:
         fast.apply(network, performance, Device.cpu)
     return network

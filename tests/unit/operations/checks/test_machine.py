@@ -17,7 +17,7 @@ from diffusion.config.loading import load_config
 from diffusion.config.training import Device
 from diffusion.errors import MachineError
 from diffusion.operations.checks import machine as machine_checks
-from diffusion.operations.checks.gpu import GpuMeter, check_gpu_errors, check_gpu_memory, computes_bf16, visible_gpus
+from diffusion.operations.checks.gpu import GpuMeter, check_gpu_errors, check_gpu_memory, computes_bf16, gpu_handles
 from diffusion.operations.checks.machine import (
     Demand,
     available_memory,
@@ -255,9 +255,9 @@ def test_a_gpu_whose_memory_nvml_cannot_read_is_named():
 
 def test_only_visible_gpus_are_read_and_none_without_a_driver(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b")
-    assert visible_gpus(fake_nvml()) == {"GPU 0 (H100)": 1}
+    assert gpu_handles(fake_nvml()) == {"GPU 0 (H100)": 1}
     no_driver = fake_nvml(nvmlInit=gone)
-    assert visible_gpus(no_driver) == {}
+    assert gpu_handles(no_driver) == {}
     assert GpuMeter(no_driver).read() is None
 
 
