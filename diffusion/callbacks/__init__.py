@@ -12,7 +12,7 @@ from composer.loggers import LoggerDestination
 from composer.models import ComposerModel
 from composer.utils import is_notebook
 
-from diffusion.callbacks.autoencoder import SaveAutoencoder, statistics_images
+from diffusion.callbacks.autoencoder import AwaitDiscriminator, SaveAutoencoder, statistics_images
 from diffusion.callbacks.compilation import ParallelCompilation
 from diffusion.callbacks.guards import BadImageGuard, LossGuard
 from diffusion.callbacks.loggers import ProgressLines, TensorBoardLogger, WandB
@@ -145,7 +145,7 @@ def _build_task_callbacks(
 ) -> list[Callback]:
     """Build the callbacks of a diffusion model or of a VAE; a model of the user's own has none."""
     if isinstance(model, AutoencoderTraining):
-        return [SaveAutoencoder(model, statistics_images(config), folder, ema)]
+        return [AwaitDiscriminator(model), SaveAutoencoder(model, statistics_images(config), folder, ema)]
     if not isinstance(model, LatentDiffusionTraining):
         return []
     callbacks: list[Callback] = []
