@@ -42,6 +42,19 @@ class AdamW(torch.optim.AdamW):
             tensors[:] = map(local_shard, tensors)
         return is_complex
 
+    def complete_state(self) -> None:
+        """Give weights that have had no gradient yet the state of step 0, which has no effect.
+
+        A checkpoint holds the state of all weights: torch would store that of step 1, and continue with it.
+        """
+        for group in self.param_groups:
+            names = ["momentum_buffer"] if "momentum" in group else ["exp_avg", "exp_avg_sq"]
+            for weight in group["params"]:
+                if not self.state[weight]:
+                    self.state[weight] = {name: torch.zeros_like(weight) for name in names}
+                    if "momentum" not in group:
+                        self.state[weight]["step"] = torch.zeros((), device=weight.device)
+
 
 class Muon(AdamW):
     """Muon with Nesterov momentum for one group of parameters, AdamW for another.

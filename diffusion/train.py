@@ -31,7 +31,7 @@ from composer.utils import dist, get_device, reproducibility
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils.data import DataLoader
 
-from diffusion.callbacks import build_callbacks, build_loggers, shows_progress_bar
+from diffusion.callbacks import build_callbacks, build_loggers, check_states, shows_progress_bar
 from diffusion.callbacks.monitoring import Heartbeat
 from diffusion.checkpointing.find import check_checkpoint, resolve_checkpoint
 from diffusion.checkpointing.read import as_data_error, read_identities
@@ -421,11 +421,14 @@ def build_trainer(
     """Build Composer's Trainer, which loads the checkpoint.
 
     Raises:
-        ConfigurationError: an algorithm of the user's own cannot be built.
+        ConfigurationError: an algorithm of the user's own cannot be built, or two objects would share a state.
         DataError: the checkpoint is damaged.
     """
     settings, optimizer = config.trainer, build_optimizer(config, model)
     configured = group_settings(optimizer)
+    own = agree(lambda: build_plugins(config.plugins.algorithms, "plugins.algorithms", Algorithm))
+    for objects in ([*loggers, *callbacks], own):
+        agree(partial(check_states, objects))
     try:
         trainer = HostTrainer(
             model=model,
@@ -433,7 +436,7 @@ def build_trainer(
             eval_dataloader=evaluator,
             optimizers=optimizer,
             schedulers=_build_scheduler(config),
-            algorithms=agree(lambda: build_plugins(config.plugins.algorithms, "plugins.algorithms", Algorithm)),
+            algorithms=own,
             callbacks=callbacks,
             loggers=loggers,
             max_duration=settings.max_duration,

@@ -1,17 +1,18 @@
 """Composer callbacks and loggers of a run: which, and in which order. Each module beside this one is one idea."""
 
 import sys
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from composer import Callback
+from composer import Algorithm, Callback
 from composer.callbacks import LRMonitor, MemoryMonitor, RuntimeEstimator
 from composer.loggers import LoggerDestination
 from composer.models import ComposerModel
 from composer.utils import is_notebook
 
-from diffusion.callbacks.autoencoder import SaveAutoencoder, statistics_images
+from diffusion.callbacks.autoencoder import AwaitDiscriminator, SaveAutoencoder, statistics_images
 from diffusion.callbacks.compilation import ParallelCompilation
 from diffusion.callbacks.guards import BadImageGuard, LossGuard
 from diffusion.callbacks.loggers import ProgressLines, TensorBoardLogger, WandB
@@ -41,6 +42,7 @@ from diffusion.config.training import Device, Parallelism
 from diffusion.datasets.dataset import TextImageDataset, TrainingDataset
 from diffusion.distributed import num_cores
 from diffusion.ema.callbacks import LateStartEMA, build_averages
+from diffusion.errors import ConfigurationError
 from diffusion.formats.run_folder import METRICS, SAMPLES, TENSORBOARD
 from diffusion.models import fast
 from diffusion.operations.heartbeats import heartbeat_folder
@@ -125,12 +127,25 @@ def build_callbacks(
     return [callback for callback in callbacks if callback is not None]
 
 
+def check_states(objects: Iterable[Callback | Algorithm]) -> None:
+    """Raise a ConfigurationError if two objects share one state in checkpoints, which name it by the class."""
+    classes: defaultdict[str, list[type[Callback | Algorithm]]] = defaultdict(list)
+    for one in objects:
+        classes[type(one).__qualname__].append(type(one))
+    for name, kinds in classes.items():
+        if len(kinds) > 1 and any(kind.state_dict not in (Callback.state_dict, Algorithm.state_dict) for kind in kinds):
+            raise ConfigurationError(
+                f"plugins: a checkpoint holds one state by the name {name}, but the run has {len(kinds)} classes or "
+                f"objects of it, of {' and '.join(kind.__module__ for kind in kinds)}: give yours other names"
+            )
+
+
 def _build_task_callbacks(
     config: Config, model: ComposerModel, folder: Path, device: Device, ema: LateStartEMA | None
 ) -> list[Callback]:
     """Build the callbacks of a diffusion model or of a VAE; a model of the user's own has none."""
     if isinstance(model, AutoencoderTraining):
-        return [SaveAutoencoder(model, statistics_images(config), folder, ema)]
+        return [AwaitDiscriminator(model), SaveAutoencoder(model, statistics_images(config), folder, ema)]
     if not isinstance(model, LatentDiffusionTraining):
         return []
     callbacks: list[Callback] = []

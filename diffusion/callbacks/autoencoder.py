@@ -39,6 +39,18 @@ NUM_SHOWN = 8
 """Images in the grid of reconstructions."""
 
 
+class AwaitDiscriminator(Callback):
+    """Drop the discriminator's gradients before its start: gradients of zero would count as updates in AdamW."""
+
+    def __init__(self, model: AutoencoderTraining) -> None:
+        self.model = model
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        """Drop them when they are reduced: the optimizer ignores weights without gradients."""
+        if self.model.discriminator is not None and state.timestamp.batch.value < self.model.adversarial_start:
+            self.model.discriminator.zero_grad(set_to_none=True)
+
+
 class SaveAutoencoder(Callback):
     """At the end, measure the latents of a data set, and save the VAE with their mean and standard deviation.
 

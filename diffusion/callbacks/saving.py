@@ -25,6 +25,7 @@ from diffusion.checkpointing.save import HostCopy, write_file, write_sharded
 from diffusion.distributed import LONG_TIMEOUT, agree
 from diffusion.errors import ConfigurationError, DataError, MachineError, UserError, explained_writes
 from diffusion.formats.run_folder import STALL
+from diffusion.optimizers import AdamW
 from diffusion.trainer import LateLogger
 
 log = logging.getLogger(__name__)
@@ -250,6 +251,9 @@ def _take_device() -> None:
 
 def _collect(state: State, is_sharded: bool) -> dict[str, Any]:
     """Collect this rank's part of a checkpoint, as Composer does."""
+    for optimizer in state.optimizers:
+        if isinstance(optimizer, AdamW):
+            optimizer.complete_state()
     content = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}
     if dist.get_global_rank() == 0:
         return content

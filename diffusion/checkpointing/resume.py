@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
@@ -22,13 +23,14 @@ from diffusion.checkpointing.find import (
     read_damaged,
     write_damaged,
 )
-from diffusion.checkpointing.layout import list_checkpoints, remove_copy, remove_half_written
+from diffusion.checkpointing.layout import batch_of, list_checkpoints, remove_copy, remove_half_written
 from diffusion.checkpointing.read import AVERAGES, StoredState, check_safe, read_config, read_index
 from diffusion.checkpointing.remote import RemoteCheckpoint, RemoteCheckpoints
+from diffusion.config.checks import steps_of
 from diffusion.config.documentation import field_types, split_optional
 from diffusion.config.loading import from_dict, to_dict
 from diffusion.config.resumption import Effect, effect_of
-from diffusion.config.schema import Config
+from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import redact
 from diffusion.distributed import agree, local_rank, on_first_rank, rank
 from diffusion.errors import ConfigurationError, DataError, MachineError, explained_writes
@@ -313,10 +315,26 @@ def check_changes(config: Config, checkpoint: Path, name: str) -> None:
             f"{'this' if len(rejected) == 1 else 'these'} back; or begin another run, with another run_name or "
             "output_folder, from its weights if that is intended (init_from.checkpoint)"
         )
+    if config.task is Task.autoencoder and config.autoencoder.adversarial_weight > 0:
+        _check_discriminator(config, before, batch_of(checkpoint), name)
     if kept := [change for effect, change in changes if effect is Effect.kept]:
         log.warning("settings without effect on a resumption, which stay as in %s: %s", name, _list_changes(kept))
     if others := [change for effect, change in changes if effect is not Effect.kept]:
         log.info("settings that differ from %s: %s", name, _list_changes(others))
+
+
+def _check_discriminator(config: Config, before: Mapping[str, Any], step: int, name: str) -> None:
+    """Raise a ConfigurationError if the training of a discriminator has begun, and would stop until a later start."""
+    key = "autoencoder.adversarial_start"
+    then = replace(config, trainer=replace(config.trainer, max_duration=before["trainer"]["max_duration"]))
+    was = steps_of(then, before["autoencoder"]["adversarial_start"], key)
+    now = steps_of(config, config.autoencoder.adversarial_start, key)
+    assert was is not None and now is not None
+    if was < step < now:
+        raise ConfigurationError(
+            f"{key}={config.autoencoder.adversarial_start} is step {math.ceil(now)} of this run, but {name} has "
+            f"trained the discriminator since step {math.ceil(was)}: set {key}={math.ceil(was)}ba"
+        )
 
 
 def with_kept_settings(config: Config, checkpoint: Path) -> Config:

@@ -194,7 +194,8 @@ class DataConfig:
 
     shuffle: Shuffling = Shuffling.shard
     """`shard`: shards, and samples within each shard. `block`: samples in blocks of `shuffle_block_size` over several
-    shards. `none`: samples come in the order in which they are stored. Determines the order of samples."""
+    shards. `none`: samples come in the order in which they are stored, and those that an epoch drops never come.
+    Determines the order of samples."""
 
     shuffle_block_size: int = bounded(262144, min=1)
     """Samples of a canonical node that `shuffle: block` mixes; without effect otherwise."""

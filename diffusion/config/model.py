@@ -265,7 +265,8 @@ class AutoencoderConfig:
     """Weight of the adversarial loss against a patch discriminator that is trained with the VAE; 0: none."""
 
     adversarial_start: str = time("0ba", units="ba sp dur")
-    """Start of the discriminator's training and of the adversarial loss; late, when the decoder is good otherwise."""
+    """Start of the discriminator's training and of the adversarial loss; late, when the decoder is good otherwise. A
+    resumption that would stop a training that has begun is refused."""
 
     discriminator_lr: float | None = bounded(None, above=0)
     """Learning rate of the discriminator, with the same schedule; null: `optimizer.lr`."""

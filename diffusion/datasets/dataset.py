@@ -341,9 +341,11 @@ class TrainingDataset(TextImageDataset):
                 for shape, num in zip(shapes, self.order.epoch(0).dropped, strict=True)
                 if num
             )
-            logger.info(
-                "an epoch has %d global batches of %d; dropped: %s (others in each epoch)",
+            logger.log(
+                logging.WARNING if dropped and not order.shuffle else logging.INFO,
+                "an epoch has %d global batches of %d; dropped: %s (%s in each epoch)",
                 self.order.num_steps, order.global_batch_size, dropped or "nothing",
+                "others" if order.shuffle else "the same",
             )  # fmt: skip
 
     def __getitems__(self, position: Position) -> list[Sample]:

@@ -276,7 +276,8 @@ class LanePass:
             # Each lane begins within a shard or block, so that the lanes need new shards at different times.
             word = int(raw_words(1, shuffle.key(_STAGGER, epoch), (*address, 0))[0])
             if shuffle.block_size is None and len(sizes) >= MIN_PIECES_TO_CUT:
-                sizes = self._cut_first(sizes, word // 2 % int(sizes[0]), head_first=word % 2 == 1)
+                cut = word // 2 % max(1, int(sizes[0]))  # A shard may be empty.
+                sizes = self._cut_first(sizes, cut, head_first=word % 2 == 1)
         # Piece k is at the places starts[k] <= place < ends[k] of the pass.
         total = window[1] - window[0]
         self.ends = np.cumsum(sizes)

@@ -262,8 +262,8 @@ class LatentDiffusion(nn.Module):
         terms = {"diffusion": self.sample_errors(outputs).mean()}
         for ingredient in self.ingredients:
             added = ingredient.loss(outputs)
-            if taken := terms.keys() & added.keys():
-                raise ValueError(f"two terms of the loss are called {taken.pop()}: rename that of {ingredient}")
+            if taken := (terms.keys() | {"total"}) & added.keys():  # Composer takes a term `total` for the sum.
+                raise ValueError(f"a term of the loss is called {taken.pop()} already: rename that of {ingredient}")
             terms |= added
         return terms if len(terms) > 1 else terms["diffusion"]
 

@@ -61,6 +61,8 @@ def test_killed_and_resumed_it_has_the_same_weights_and_moments_to_the_bit(serve
     ]
     assert {name.split(".")[1] for name in judging} == {"model", "optimizers"}
     assert not any(torch.equal(whole[name], at_3[name]) for name in judging)
+    steps = {name.split(".")[4]: value.item() for name, value in whole.items() if name.endswith(".step")}
+    assert steps == {"vae": 5, "discriminator": 4}
     vaes = [{file.name: file.read_bytes() for file in (runs[n] / "vae").iterdir()} for n in ("whole", "killed")]
     assert vaes[0] == vaes[1]
     losses = [series(read_metrics(runs[name] / "metrics.jsonl"), TRAIN_LOSS)[1] for name in ("whole", "alone")]

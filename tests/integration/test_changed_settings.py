@@ -21,6 +21,7 @@ from diffusion.loading import load_config_of
 
 SHORT = ["samples.prompts=[]", "algorithms.ema=null", "trainer.device=cpu"]
 OWN = ["data.local=/data", "data.streams=[{name: a}]"]
+LATE_DISCRIMINATOR = ["task=autoencoder", "autoencoder={adversarial_weight: 0.1, adversarial_start: 0.5dur}"]
 OTHER_OBJECTIVE = ["objective.prediction_type=epsilon", "objective.offset_noise=0.3"]
 
 
@@ -68,6 +69,12 @@ def test_another_objective_is_refused_also_when_nothing_is_left_to_do(server, fi
             ["autoencoder.vae ("],
         ),
         (["task=autoencoder"], ["task=autoencoder", "objective.offset_noise=0.1"], []),
+        (
+            [*LATE_DISCRIMINATOR, "trainer.max_duration=2ba"],
+            [*LATE_DISCRIMINATOR, "trainer.max_duration=8ba"],
+            ["is step 4 of this run", "set autoencoder.adversarial_start=1ba"],
+        ),
+        ([*LATE_DISCRIMINATOR, "trainer.max_duration=4ba"], [*LATE_DISCRIMINATOR, "trainer.max_duration=8ba"], []),
         ([], ["seed=18"], ["seed (was 17, is 18)"]),
         ([], ["data={global_batch_size: 16, shuffle: none}"], ["data.global_batch_size (was", "data.shuffle (was"]),
         (["plugins.train_dataset=null", *OWN], [], ["plugins.train_dataset (was null"]),
@@ -83,7 +90,7 @@ def test_another_objective_is_refused_also_when_nothing_is_left_to_do(server, fi
     ],
 )
 def test_which_changes_make_another_run(tmp_path, before, now, refused):
-    checkpoint, toy = tmp_path / "ep0-ba1.pt", "tests/tools/toy.yaml"
+    checkpoint, toy = tmp_path / "ep0-ba2.pt", "tests/tools/toy.yaml"
     record = {"config": to_public_yaml(load_config(toy, before))}
     torch.save({"state": {"callbacks": {"RunRecord": record}}}, checkpoint)
     with pytest.raises(ConfigurationError) if refused else nullcontext() as caught:

@@ -202,3 +202,13 @@ def test_a_damaged_file_of_rollbacks_is_one_message_on_all_ranks(server, tmp_pat
     assert job.codes == [2, 2], job.output
     assert job.output.count("DataError") == 1
     assert str(tmp_path / ROLLBACKS) in job.output
+
+
+@pytest.mark.parametrize("options", [["trainer.parallelism=ddp"], ["trainer.parallelism=fsdp", "optimizer.name=muon"]])
+def test_checkpoints_before_the_first_update_change_nothing(server, tmp_path, options):
+    options = [*options, "schedule.warmup=0ba", "schedule.decay=constant", "operations.guard.skip_steps=[0, 1]"]
+    options += ["algorithms.ema=null", "trainer.max_duration=5ba"]
+    saved = run(tmp_path / "saved", *options, "trainer.save_interval=1ba")
+    begun = run(tmp_path / "saved", *options, "trainer.save_interval=1ba", "trainer.max_duration=1ba")
+    server.train(1, [run(tmp_path / "whole", *options, "trainer.save_interval=9ba"), begun, saved])
+    assert losses(tmp_path / "saved") == losses(tmp_path / "whole")

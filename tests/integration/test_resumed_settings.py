@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from composer import Algorithm, Event, Logger, State, Time, Trainer
+from composer import Algorithm, Callback, Event, Logger, State, Time, Trainer
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
@@ -305,3 +305,18 @@ def test_what_is_built_has_the_settings_of_this_start(kind, tmp_path, monkeypatc
     differing = {key for key in resumed.keys() | new.keys() if resumed.get(key, "-") != new.get(key, "-")}
     assert [key for key in sorted(differing) if not PROGRESS.fullmatch(key)] == []
     assert "EVALUATED" not in os.environ
+
+
+class RunRecord(Callback):
+    """Named as a callback of this package, whose state no resumption can do without."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "arguments", "number"),
+    [("callbacks", "RunRecord", "{}", 1), ("algorithms", "Alibi", "{number: 1}", 2)],
+)
+def test_no_two_objects_share_a_state_in_checkpoints(kind, name, arguments, number, tmp_path):
+    plugins = ", ".join([f"{{path: {__name__}.{name}, arguments: {arguments}}}"] * number)
+    common = ["trainer.device=cpu", "algorithms.ema=null", f"output_folder={tmp_path}", f"plugins.{kind}=[{plugins}]"]
+    with pytest.raises(ConfigurationError, match=f"one state by the name {name}"):
+        training.train(load_config(TASKS[Task.diffusion], common))

@@ -115,17 +115,17 @@ def check_identity(config: Config, identities: Mapping[str, str], files: Files) 
 
 def _encoded_streams(config: Config, files: Files) -> Iterator[tuple[StreamLocation, ImageSize, EncodedManifest]]:
     """Iterate over the streams of latents for training and validation, with their image sizes and manifests."""
-    data = config.data
-    if data.representation != Representation.latents or config.plugins.train_dataset is not None:
+    if config.data.representation != Representation.latents:
         return
     streams = located_streams(config)
-    sizes = image_sizes([stream for stream, _ in streams], data.resolution)
+    sizes = image_sizes([stream for stream, _ in streams], config.data.resolution)
     for (_, location), size in zip(streams, sizes, strict=True):
         manifest = read_encoded_manifest(location.source, location.access, files)
-        if manifest is None:
+        if manifest is not None:
+            yield location, size, manifest
+        elif config.plugins.train_dataset is None:
             where = shown(location.source)
             raise DataError(f"{where} has no manifest.json beside it: encode it with scripts/encode.py")
-        yield location, size, manifest
 
 
 def check_order(dataset: TrainingDataset) -> None:

@@ -46,7 +46,10 @@ def test_a_state_that_could_not_be_loaded_ends_the_run_at_its_first_checkpoint(t
     time = SimpleNamespace(batch=SimpleNamespace(value=2), epoch=SimpleNamespace(value=0))
     callbacks = {"Fine": {"a": torch.ones(2), "b": [(1, "x"), None]}, "Mine": {"begun": [datetime.now()]}}
     state: Any = SimpleNamespace(
-        timestamp=time, fsdp_sharded_state_dict_enabled=False, state_dict=lambda: {"callbacks": callbacks}
+        timestamp=time,
+        fsdp_sharded_state_dict_enabled=False,
+        optimizers=[],
+        state_dict=lambda: {"callbacks": callbacks},
     )
     saver, logger = SaveCheckpoints(tmp_path, "1ba"), Mock()
     saver._group = "none"

@@ -172,6 +172,16 @@ def test_what_an_epoch_drops_is_logged_by_stream(
     assert f"an epoch has {dropped}" in caplog.text
 
 
+def test_samples_that_never_come_are_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = write_encoded(tmp_path, {"a": 42})
+    with caplog.at_level("WARNING"):
+        open_loader(root, "a", **LATENTS)
+        assert "dropped" not in caplog.text
+        loader = open_loader(root, "a", **LATENTS, shuffle=Shuffling.none)
+    assert "dropped: 2 of 42 of 'a'" in caplog.text
+    assert len({tuple(chain.from_iterable(addresses(loader))) for _ in range(3)}) == 1
+
+
 def test_a_repeated_sample_has_another_address_each_time(tmp_path: Path) -> None:
     root = write_encoded(tmp_path, {"a": 40, "b": 24})
     streams = [StreamConfig(name="a"), StreamConfig(name="b", repeat=2.5)]

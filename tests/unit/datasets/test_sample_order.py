@@ -209,6 +209,14 @@ def test_each_sample_comes_as_often_as_its_stream_says(options: dict[str, Any], 
         assert occurrence.max() == high - 1
 
 
+def test_empty_shards_are_passed_over():
+    stream = StreamShape(name="a", samples_per_shard=np.array([5, 0, 5, 5, 5, 0]), draws=20)
+    for seed in range(50):
+        order = make(stream, seed=seed, global_batch_size=4, num_canonical_nodes=1)
+        assert sorted(whole(order.epoch(0)).index.ravel()) == list(range(20))
+        assert sum(order.epoch(0).streams[0].pieces(0).num_samples) == 20
+
+
 def test_an_occurrence_is_how_often_the_sample_came_before():
     order = make(shape("a", 2560, 40, 10240), shape("b", 5120, 64), global_batch_size=64, num_canonical_nodes=8)
     seen: Counter[tuple[int, int]] = Counter()

@@ -118,10 +118,11 @@ def test_names_of_parts_and_terms_are_unique(monkeypatch):
     with pytest.raises(ConfigurationError, match=r"called 'brightness'.*Darkness"):
         build(*(Plugin(path=path) for path in paths))
     monkeypatch.setattr(Darkness, "part", "darkness")
-    monkeypatch.setattr(Darkness, "loss", lambda self, outputs: {"brightness": outputs.prediction.mean()})
-    _, model = build(*(Plugin(path=path) for path in paths))
-    with pytest.raises(ValueError, match="two terms of the loss are called brightness"):
-        model.loss(model(batch()), batch())
+    for term in ("brightness", "total"):
+        monkeypatch.setattr(Darkness, "loss", lambda self, outputs, term=term: {term: outputs.prediction.mean()})
+        _, model = build(*(Plugin(path=path) for path in paths))
+        with pytest.raises(ValueError, match=f"a term of the loss is called {term} already"):
+            model.loss(model(batch()), batch())
 
 
 def test_wrong_paths_are_found_before_the_start():

@@ -12,9 +12,12 @@ import pytest
 from diffusion.config.data import Representation, StreamConfig, ValidationConfig
 from diffusion.config.loading import load_config
 from diffusion.datasets.dataset import TrainingDataset
+from diffusion.datasets.encoded import ENCODED, VERSION
 from diffusion.datasets.loader import train_loader
 from diffusion.datasets.streams import check_separate_caches, locate_streams, located_streams
+from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.files import write_json
 from diffusion.operations.checks.data import (
     CacheDemand,
     check_cache,
@@ -23,8 +26,10 @@ from diffusion.operations.checks.data import (
     check_caches,
     check_data,
     check_files,
+    check_identity,
     check_streams,
     find_cache_demand,
+    read_stream_files,
     refresh_indexes,
 )
 from diffusion.operations.checks.doctor import diagnose
@@ -146,6 +151,19 @@ def test_streams_of_two_sources_have_two_caches(tmp_path):
         check_streams(config, {})
     config.validation = ValidationConfig(remote="s3://b/train", local="/c")
     check_separate_caches(location for _, location in located_streams(config))
+
+
+def test_validation_latents_of_another_vae_are_refused_beside_training_data_of_a_plugin(tmp_path):
+    local = write_encoded(tmp_path, {"a": 8})
+    parts = {"vae": "another", "tokenizer": "it", "empty_ids": [], "source": "", "counts": {}, "precision": "fp32"}
+    manifest = {"kind": ENCODED, "version": VERSION, "resolution": 32, "mean_only": False, **parts}
+    write_json(tmp_path / "manifest.json", manifest | {"transform": ImageTransform.square(32).identity()})
+    validation = f"validation={{local: {local}, streams: [{{name: a}}]}}"
+    config = load_config(ROOT / "tests/tools/toy.yaml", [validation])
+    identities = {"vae": "another", "tokenizer": "it", "text_encoder": "it"}
+    check_identity(config, identities, read_stream_files(config))
+    with pytest.raises(DataError, match="VAE: another there, its own here"):
+        check_identity(config, identities | {"vae": "its own"}, read_stream_files(config))
 
 
 @pytest.mark.parametrize(("limit", "level"), [("100gb", Level.ok), ("11gb", Level.warning), ("8gb", Level.problem)])
