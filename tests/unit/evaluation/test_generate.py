@@ -106,6 +106,18 @@ def test_its_images_are_those_of_the_model(model: LatentDiffusion, folder: Path,
         assert np.abs(images["pipeline"][0] - images["pipeline"][1]).max() > 10, "two noises, one image"
 
 
+@pytest.mark.parametrize("num_steps", [7, 15])
+def test_heun_gives_a_pipeline_the_timesteps_of_the_model(tmp_path, num_steps):
+    model = CASES["pixels"]()
+    sampling = SamplingConfig(num_inference_steps=num_steps, sampler=Sampler.heun)
+    images = []
+    for generator in (CheckpointGenerator(model, CPU), PipelineGenerator(write_model(model, tmp_path / "one"), CPU)):
+        task = GenerationTask(prompts=[Prompt(text="a")], sampling=sampling, guidance_scale=3.0, batch_size=1)
+        latents = addressed_latents(task, [0], generator.latent_shape(32, 32), CPU)
+        images.append(np.asarray(generator.generate(["a"], latents, sampling, 3.0)[0]).astype(int))
+    assert np.abs(images[0] - images[1]).max() <= 1
+
+
 @pytest.mark.parametrize("is_interrupted", [False, True])
 def test_a_run_may_write_a_checkpoint_again(tmp_path, monkeypatch, is_interrupted):
     checks = shape_checks()[:1]
