@@ -12,7 +12,7 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from demo.shape_checks import shape_checks
 from diffusion.config.model import Architecture, FlowConfig, ObjectiveConfig, PredictionType, Sampler
 from diffusion.config.training import Device, Plugin
-from diffusion.errors import ConfigurationError
+from diffusion.errors import ConfigurationError, MachineError
 from diffusion.evaluation.config import (
     CompositionalConfig,
     EvaluationConfig,
@@ -162,6 +162,19 @@ def shapes_evaluation(monkeypatch, out: Path, **options) -> Evaluation:
     protocol = ProtocolConfig(metrics=[], compositional=suite, sampling=sampling)
     config = EvaluationConfig(output_folder=str(out), protocol=protocol, guidance_scales=[1.0], device=Device.cpu)
     return Evaluation(config=dataclasses.replace(config, **options))
+
+
+@pytest.mark.parametrize("name", ["metadata.jsonl", "000000.json", "pipeline-cfg1.json"])
+def test_a_full_disk_is_reported(tmp_path, monkeypatch, name):
+    def sync(path: Path) -> None:
+        if path.name == f".{name}.partial" and path.stat().st_size:
+            raise OSError(28, "No space left on device")
+
+    (subject,) = find_models(str(write_model(build(Architecture.tiny), tmp_path / "pipeline")), [])
+    evaluation = shapes_evaluation(monkeypatch, tmp_path / "out")
+    monkeypatch.setattr("diffusion.files.sync", sync)
+    with pytest.raises(MachineError, match="No space left on device"):
+        evaluation.evaluate(subject)
 
 
 def test_images_that_are_not_kept_are_removed_after_a_kill_too(tmp_path, monkeypatch):
