@@ -247,9 +247,7 @@ def test_an_address_that_others_can_reach_needs_a_login():
             open_page(page, host, None)
 
 
-@pytest.mark.parametrize(
-    "options", [["--port", "70000"], ["--port=-1"], ["--host", "0.0.0.0"], ["--login-file", "absent"]]
-)
+@pytest.mark.parametrize("options", [["--port", "70000"], ["--port=-1"], ["--host", "0.0.0.0"]])
 def test_wrong_addresses_are_reported_before_weights_are_loaded(monkeypatch, options):
     monkeypatch.setattr("diffusion.loading.load_model", lambda *_, **__: pytest.fail("loaded before the error"))
     monkeypatch.setattr(sys, "argv", ["demo_page.py", "RUN", "--device", "cpu", *options])
