@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import metadata
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import IO, Any, NoReturn
 
 from diffusion.distributed import (
@@ -111,14 +111,14 @@ class CommandParser(argparse.ArgumentParser):
         raise ConfigurationError(f"{self.prog}: {message}.{hint} {' '.join(self.format_usage().split())}")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Reject a file to write (`output_file`) that is another argument too."""
+        """Reject an `OutputFile` that is another argument too."""
         found, rest = super().parse_known_args(args, namespace)
         values = [value if isinstance(value, list) else [value] for value in vars(found).values()]
-        paths = [Path(one).resolve() for value in values for one in value if isinstance(one, str | Path)]
-        for action in self._actions:
-            path = getattr(found, action.dest, None) if action.type is output_file else None
-            if path is not None and paths.count(path.resolve()) > 1:
-                self.error(f"{path} is given twice, and would be overwritten: choose another file to write")
+        named = [one for value in values for one in value if isinstance(one, str | Path)]
+        paths = [Path(one).resolve() for one in named]
+        for one in named:
+            if isinstance(one, OutputFile) and paths.count(one.resolve()) > 1:
+                self.error(f"{one} is given twice, and would be overwritten: choose another file to write")
         return found, rest
 
     def _print_message(self, message: str, file: IO[str] | None = None) -> None:
@@ -182,9 +182,13 @@ def existing_folder(text: str) -> Path:
     return path
 
 
+class OutputFile(PosixPath):
+    """A file to write."""
+
+
 def output_file(text: str) -> Path:
     """Read a file to write, as the `type` of an argument; a MachineError, before any work, if that is not possible."""
-    path = Path(text)
+    path = OutputFile(text)
     if rank() == 0:
         with explained_writes(text):
             path.parent.mkdir(parents=True, exist_ok=True)
