@@ -156,6 +156,12 @@ def read_login(path: Path) -> tuple[str, str]:
     return name, password
 
 
+def check_host(host: str, login: tuple[str, str] | None) -> None:
+    """Raise a ConfigurationError if other machines can reach the address, and there is no login."""
+    if host not in LOOPBACK and login is None:
+        raise ConfigurationError(f"--host {host}: a page that others can reach needs --login-file")
+
+
 def open_page(page: gr.Blocks, host: str, port: int | None, login: tuple[str, str] | None = None) -> str:
     """Serve the page from a thread, to be ended with `page.close()`, and return its address.
 
@@ -166,8 +172,7 @@ def open_page(page: gr.Blocks, host: str, port: int | None, login: tuple[str, st
         ConfigurationError: other machines can reach the address, and there is no login.
         MachineError: the port is not available.
     """
-    if host not in LOOPBACK and login is None:
-        raise ConfigurationError(f"--host {host}: a page that others can reach needs --login-file")
+    check_host(host, login)
     try:
         _, address, _ = page.launch(
             server_name=host,

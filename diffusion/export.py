@@ -1,14 +1,13 @@
 """Export of a trained model: a diffusers folder with a model card, one safetensors file, or LoRA's matrices alone.
 
-No GPU is needed. The output appears under its name when it is complete. `create_repository` and `push_to_hub` upload
-it.
+No GPU is needed. The output appears under its name when it is complete. `push_to_hub` uploads it.
 """
 
 import json
 import logging
 import shlex
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -26,7 +25,15 @@ from diffusion.config.frozen import FrozenPaths
 from diffusion.config.loading import to_public_yaml
 from diffusion.config.model import ModelConfig
 from diffusion.config.schema import Config, Task
-from diffusion.errors import ConfigurationError, DataError, MachineError, error_context, explained_writes, first_line
+from diffusion.errors import (
+    ConfigurationError,
+    DataError,
+    MachineError,
+    UserError,
+    error_context,
+    explained_writes,
+    first_line,
+)
 from diffusion.evaluation.protocol import Result, table
 from diffusion.files import atomic_path
 from diffusion.formats.data_set import PreparedManifest
@@ -106,12 +113,13 @@ def export(
         paths: other paths of VAE and text encoder than those of the training.
         licences: for the model card.
         prepared: prepared data whose sources the card lists; None: that of `data.local`, if it is prepared data.
-        repository: name on the hub, for the model card.
+        repository: name on the hub, for the model card; created when the arguments are checked, unless it exists.
 
     Raises:
-        ConfigurationError: there is no such checkpoint, `out` exists, or the layout is not for this model.
+        ConfigurationError: there is no such checkpoint, `out` exists, the layout is not for this model, or the hub
+            rejects the repository.
         DataError: an input is damaged.
-        MachineError: `out` cannot be written.
+        MachineError: `out` cannot be written, or the hub is not available.
     """
     if out.exists():
         raise ConfigurationError(f"{out} exists: remove it, or choose another path")
@@ -121,6 +129,8 @@ def export(
         layout is ExportLayout.ldm or (layout is ExportLayout.diffusers and out.suffix == ".safetensors")
     ):
         raise ConfigurationError(f"{out}: LoRA alone is a folder, or one file in the layout kohya")
+    if prepared is not None:
+        PreparedManifest.read(prepared)  # Before the weights, which take minutes.
     trained = read_trained(path, weights=weights, paths=paths)
     config = trained.config
     component = ARCHITECTURES[config.model.architecture].component
@@ -143,6 +153,9 @@ def export(
         raise ConfigurationError(f"{out}: LoRA alone has no place for scores: export {path} as a whole")
     if unknown := sorted(scores.keys() - {*config.model.score_names}):
         raise ConfigurationError(f"{path} was not trained with the score {unknown[0]}: leave it out")
+    if repository:
+        create_repository(repository)
+    run = trained
     if not is_lora:
         trained = _without_ingredients(trained, scores)
     licences = licences or Licences()
@@ -154,7 +167,9 @@ def export(
                 return
             partial.mkdir(parents=True)
             parts = None if lora_only else _parts(trained)
-            version = "" if parts is None else weights_identity(parts[0], parts[1].vae, parts[1].text_encoder)
+            version = ""
+            with suppress(UserError):  # LoRA alone is exported without frozen parts too.
+                version = _identity(run, _frozen_parts(run) if parts is None else parts[1])
             card = model_card(
                 trained,
                 is_lora=lora_only,
@@ -163,7 +178,9 @@ def export(
                 scores=scores,
                 mark=Mark(model=trained.name, version=version),
             )
-            card = card.replace(OWN_FOLDER, f'"{repository}"') if repository else card
+            if repository:
+                download = f'from huggingface_hub import snapshot_download\nfolder = snapshot_download("{repository}")'
+                card = card.replace(f"folder = {OWN_FOLDER}", download).replace(OWN_FOLDER, f'"{repository}"')
             (partial / "README.md").write_text(card, encoding="utf-8")
             if parts is not None:
                 _write_pipeline(partial, trained, *parts)
@@ -214,12 +231,25 @@ def _parts(trained: Trained) -> tuple[Network, FrozenParts]:
         network = build_network(config.model)
     spec = ARCHITECTURES[config.model.architecture]
     network.load_state_dict(trained.part(spec.component), assign=True)
-    with error_context(f"{trained.path} {OTHER_PATHS}"):
-        frozen = load_frozen_parts(config.model)
-    trained.check_parts(frozen.identities())
+    frozen = _frozen_parts(trained)
     if spec.component == "unet":
         network.register_to_config(sample_size=config.data.resolution // latent_space(frozen.vae).factor)
     return network, frozen
+
+
+def _frozen_parts(trained: Trained) -> FrozenParts:
+    with error_context(f"{trained.path} {OTHER_PATHS}"):
+        frozen = load_frozen_parts(trained.config.model)
+    trained.check_parts(frozen.identities())
+    return frozen
+
+
+def _identity(trained: Trained, frozen: FrozenParts) -> str:
+    """Hash of a run's model, as in the marks of its images and in its evaluations (`LatentDiffusion.mark`)."""
+    model, merged = trained.config.model, replace(trained, weights=trained.merged)
+    others = [one.part for one in find_ingredients(model) if one.part and not one.serves_training_only]
+    parts = [merged.part(name) for name in (ARCHITECTURES[model.architecture].component, *others)]
+    return weights_identity(parts[0], frozen.vae, frozen.text_encoder, *filter(None, parts[1:]))
 
 
 def _write_pipeline(folder: Path, trained: Trained, network: Network, frozen: FrozenParts) -> None:
@@ -282,11 +312,11 @@ def model_card(
     sections = [
         f"---\n{header.to_yaml()}\n---\n\n# {config.run_name}\n",
         _origin(trained, scores),
-        USE_OF_LORA if is_lora else _use(config.model),
+        _use(config.model, is_lora),
         MARKING.format(mark.xmp) if mark.version else "",
         f"## Licences\n\n- model: {licences.model}\n- data: {licences.data}\n",
         _data(config, prepared),
-        _evaluations(trained),
+        _evaluations(trained, mark.version),
         f"## Recipe\n\n```yaml\n{to_public_yaml(config)}```\n",
     ]
     return "\n".join(section for section in sections if section)
@@ -306,9 +336,11 @@ pipeline = DiffusionPipeline.from_pretrained("FOLDER")
 image = pipeline("a prompt", guidance_scale=3.0).images[0]
 ```
 
-These are the images of `scripts/generate.py`, with DDIM for numbers of steps that divide 1000. Prompts with typographic
-quotes, full-width letters, ligatures or `&amp;` need `repair(prompt)` of `diffusion.models.tokenizers`.
+These are the images of `scripts/generate.py`, with DDIM for numbers of steps below 1000 that divide it. Prompts with
+typographic quotes, full-width letters, ligatures or `&amp;` need `repair(prompt)` of `diffusion.models.tokenizers`.
+"""
 
+FOLDED = """
 Where the run's VAE had a mean and standard deviation for each channel of its latents, they are folded into
 the `quant_conv` and `post_quant_conv` of this VAE, since the pipeline would ignore them.
 """
@@ -318,24 +350,16 @@ USE_OF_OWN_ENCODING = """## Use
 ```python
 from diffusers import DiffusionPipeline
 from diffusion.models.prompt_encoder import PromptEncoder
-pipeline = DiffusionPipeline.from_pretrained("FOLDER")
-encode = PromptEncoder("FOLDER").to(pipeline.device, pipeline.dtype)
+folder = "FOLDER"
+pipeline = DiffusionPipeline.from_pretrained(folder)
+encode = PromptEncoder(folder).to(pipeline.device, pipeline.dtype)
 image = pipeline(**encode("a prompt"), guidance_scale=3.0).images[0]
 ```
 
 The encoding of prompts is that of `text_adapter/config.json`, and not the pipeline's own, which cuts long prompts.
 """
 
-USE_OF_LORA = """## Use
-
-```python
-from diffusers import DiffusionPipeline
-pipeline = DiffusionPipeline.from_pretrained("FOLDER of the initial weights")
-pipeline.load_lora_weights("FOLDER", weight_name="pytorch_lora_weights.safetensors")
-image = pipeline("a prompt", guidance_scale=3.0).images[0]
-```
-"""
-
+LOAD_LORA = 'pipeline.load_lora_weights("FOLDER", weight_name="pytorch_lora_weights.safetensors")\n'
 
 MARKING = """## Mark of the images
 
@@ -353,8 +377,14 @@ image.save("image.jpg", xmp=xmp.encode())
 """
 
 
-def _use(config: ModelConfig) -> str:
-    use = USE_OF_OWN_ENCODING if has_own_encoding(config) else USE
+def _use(config: ModelConfig, is_lora: bool) -> str:
+    use = USE_OF_OWN_ENCODING if has_own_encoding(config) else USE + FOLDED
+    if is_lora:
+        use = (
+            use.removesuffix(FOLDED)
+            .replace(OWN_FOLDER, '"FOLDER of the initial weights"')
+            .replace("image =", f"{LOAD_LORA}image =")
+        )
     if not config.architecture.is_transformer:
         return use
     arguments = AS_TRAINED.partition(", skip")[0] if config.architecture.is_pixel else AS_TRAINED
@@ -391,8 +421,8 @@ def _data(config: Config, prepared: Path | None) -> str:
     return f"{text}\n{manifest.kept:,} of {manifest.seen:,} images were kept.\n\n{sources}\n"
 
 
-def _evaluations(trained: Trained) -> str:
-    """Write a table for each evaluation of these weights, with the protocols of its numbers."""
+def _evaluations(trained: Trained, identity: str) -> str:
+    """Write a table for each evaluation of these weights, by their hash, with the protocols of its numbers."""
     checkpoint = trained.path.resolve()
     is_in_run = checkpoint.parent.name == CHECKPOINTS
     run = checkpoint.parent.parent if is_in_run else Path(trained.config.output_folder).expanduser().resolve()
@@ -404,15 +434,19 @@ def _evaluations(trained: Trained) -> str:
             logger.warning("left out of the model card: %s", error)
             continue
         if Path(result.path).parts[-3:] == checkpoint.parts[-3:] and result.weights == trained.label:
-            by_folder.setdefault(file.parent, []).append(result)
-    text = ""
+            if result.identity == identity:
+                by_folder.setdefault(file.parent, []).append(result)
+            else:
+                logger.warning("left out of the model card: %s is not known to be of these weights", file)
+    sections: dict[str, None] = {}
     for results in by_folder.values():
-        text += f"\n{table(results)}"
+        text = f"\n{table(results)}"
         protocols = {name: number.protocol for result in results for name, number in result.numbers.items()}
         for name, protocol in protocols.items():
             if "/" not in name:
                 text += f"\n`{name}` by: `{json.dumps(protocol, sort_keys=True)}`\n"
-    return f"## Evaluation\n{text}" if text else ""
+        sections[text] = None  # A copy of an evaluation is no other one.
+    return f"## Evaluation\n{''.join(sections)}" if sections else ""
 
 
 # The hub

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import metadata
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import IO, Any, NoReturn
 
 from diffusion.distributed import (
@@ -110,6 +110,17 @@ class CommandParser(argparse.ArgumentParser):
         hint = " Values are set without dashes, key.sub=value." if message.startswith("unrecognized") else ""
         raise ConfigurationError(f"{self.prog}: {message}.{hint} {' '.join(self.format_usage().split())}")
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Reject an `OutputFile` that is another argument too."""
+        found, rest = super().parse_known_args(args, namespace)
+        values = [value if isinstance(value, list) else [value] for value in vars(found).values()]
+        named = [one for value in values for one in value if isinstance(one, str | Path)]
+        paths = [Path(one).resolve() for one in named]
+        for one in named:
+            if isinstance(one, OutputFile) and paths.count(one.resolve()) > 1:
+                self.error(f"{one} is given twice, and would be overwritten: choose another file to write")
+        return found, rest
+
     def _print_message(self, message: str, file: IO[str] | None = None) -> None:
         if rank() == 0:
             super()._print_message(message, file)
@@ -133,6 +144,29 @@ def positive_number(text: str) -> float:
     return value
 
 
+def whole_number(text: str) -> int:
+    """Read a whole number of at least 0, as the `type` of an argument."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 0")
+    return int(text)
+
+
+def port(text: str) -> int:
+    """Read a TCP port, as the `type` of an argument; 0 is a free one."""
+    if (value := whole_number(text)) >= 2**16:
+        raise argparse.ArgumentTypeError(f"{text} is no port from 0 to 65535")
+    return value
+
+
+def unicode_text(text: str) -> str:
+    """Read a text that UTF-8 can hold, as the `type` of an argument."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!a} is no UTF-8") from error
+    return text
+
+
 def positive(text: str) -> int:
     """Read a whole number of at least 1, as the `type` of an argument."""
     if not text.isdecimal() or int(text) < 1:
@@ -140,9 +174,21 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def existing_folder(text: str) -> Path:
+    """Read an existing folder, as the `type` of an argument."""
+    path = Path(text).expanduser()
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no folder")
+    return path
+
+
+class OutputFile(PosixPath):
+    """A file to write."""
+
+
 def output_file(text: str) -> Path:
     """Read a file to write, as the `type` of an argument; a MachineError, before any work, if that is not possible."""
-    path = Path(text)
+    path = OutputFile(text)
     if rank() == 0:
         with explained_writes(text):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from diffusion.config.frozen import add_frozen_paths, frozen_paths
 from diffusion.errors import DataError
-from diffusion.launch import CommandParser, choose_device, positive, run_command
+from diffusion.launch import CommandParser, choose_device, port, positive, run_command
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -23,7 +23,7 @@ def parse_arguments() -> argparse.Namespace:
         "Default: raw, and ema if there is one",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; others need --login-file")
-    parser.add_argument("--port", type=int, help="default: the first free port from 7860")
+    parser.add_argument("--port", type=port, help="default, or 0: the first free port from 7860")
     parser.add_argument("--device", default=None, help="cpu, cuda ...; default: a GPU if available")
     parser.add_argument("--login-file", type=Path, help="file with a line NAME:PASSWORD, which visitors have to give")
     parser.add_argument("--max-side", type=positive, help="largest height and width; default: twice the resolution")
@@ -36,11 +36,12 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Load and serve."""
     arguments = parse_arguments()
-    from diffusion.demo_page import build_page, open_page, read_login
+    from diffusion.demo_page import build_page, check_host, open_page, read_login
     from diffusion.ema.posthoc import AVERAGE_SUFFIX
     from diffusion.loading import load_model
 
     login = read_login(arguments.login_file) if arguments.login_file is not None else None
+    check_host(arguments.host, login)
     device = choose_device(arguments.device)
     file = Path(arguments.model)
     is_average = file.suffix == AVERAGE_SUFFIX
@@ -59,7 +60,7 @@ def main() -> None:
         max_steps=arguments.max_steps,
         max_images=arguments.max_images,
     )
-    print(f"{open_page(page, arguments.host, arguments.port, login)} (Ctrl-C ends it)", flush=True)
+    print(f"{open_page(page, arguments.host, arguments.port or None, login)} (Ctrl-C ends it)", flush=True)
     page.block_thread()
 
 

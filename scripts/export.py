@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 
 from diffusion.config.frozen import add_frozen_paths, frozen_paths
-from diffusion.launch import CommandParser, named_score, run_command
+from diffusion.launch import CommandParser, named_score, run_command, unicode_text
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -40,8 +40,10 @@ def parse_arguments() -> argparse.Namespace:
         help="scores that the export asks for, as aesthetic=7 (model.score_conditioning); default: none",
     )  # fmt: skip
     parser.add_argument("--lora", action="store_true", help="LoRA alone, for load_lora_weights; default: merged")
-    parser.add_argument("--license", default="unknown", help="of the model, by the Hugging Face hub's name")
-    parser.add_argument("--data-license", default="unknown", help="of images and captions, in words")
+    parser.add_argument(
+        "--license", type=unicode_text, default="unknown", help="of the model, by the Hugging Face hub's name"
+    )
+    parser.add_argument("--data-license", type=unicode_text, default="unknown", help="of images and captions, in words")
     parser.add_argument("--data", type=Path, help="prepared data; its sources are listed in the model card")
     parser.add_argument(
         "--push-to-hub",
@@ -55,11 +57,9 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Export."""
     arguments = parse_arguments()
-    from diffusion.export import ExportLayout, Licences, create_repository, export, push_to_hub
+    from diffusion.export import ExportLayout, Licences, export, push_to_hub
 
     out, repository = arguments.out.expanduser(), arguments.push_to_hub
-    if repository:
-        create_repository(repository)  # Before the work: a wrong token shows here.
     export(
         arguments.checkpoint,
         out,

@@ -1,4 +1,4 @@
-"""Generate images from a checkpoint: python scripts/generate.py RUN --prompts "a red circle" --out images/."""
+"""Generate images from a checkpoint: python scripts/generate.py RUN --prompts "a red circle" --out generated/."""
 
 import argparse
 import sys
@@ -6,10 +6,12 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from diffusion.config.frozen import add_frozen_paths, frozen_paths
 from diffusion.errors import ConfigurationError, error_context, explained_writes
-from diffusion.launch import CommandParser, choose_device, named_score, positive, run_command
+from diffusion.files import read_json_lines
+from diffusion.launch import CommandParser, choose_device, named_score, positive, run_command, unicode_text
 
 GRID_IMAGES = 128
 """Images of the grid, at most: the first ones."""
@@ -26,7 +28,7 @@ def parse_arguments() -> argparse.Namespace:
         "--out", type=Path, required=True, help="folder for the images, metadata.jsonl and a grid of the first 128"
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompts", nargs="+", help="prompts")
+    source.add_argument("--prompts", type=unicode_text, nargs="+", help="prompts")
     source.add_argument(
         "--prompts-file", type=Path, help="text file with one prompt per line, or a table, .jsonl or .json of prompts"
     )
@@ -36,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rewrite-model", metavar="NAME", help="name of its model")
     parser.add_argument("--rewrite-key", metavar="VARIABLE", help="environment variable with its key; default: no key")
     parser.add_argument("--rewrite-instructions", type=Path, metavar="FILE", help="text in place of the usual request")
-    parser.add_argument("--negative-prompt", help="prompt to avoid; default: the empty caption")
+    parser.add_argument("--negative-prompt", type=unicode_text, help="prompt to avoid; default: the empty caption")
     parser.add_argument(
         "--weights", default="raw", help="raw: training weights; ema: their average; decay-0.999: one of several"
     )
@@ -108,13 +110,27 @@ def read_seeds(arguments: argparse.Namespace, num_images: int) -> list[int]:
         raise ConfigurationError(f"--{error}") from error
 
 
+def check_folder(out: Path, num_images: int, prompts_file: Path | None) -> None:
+    """Reject a folder of other images than this command's, and prompts from the listing that it replaces."""
+    from diffusion.evaluation.images import GRID, LISTING
+
+    listing = out / LISTING
+    if prompts_file is not None and prompts_file.expanduser().resolve() == listing.resolve():
+        raise ConfigurationError(f"--prompts-file {prompts_file} would be overwritten: choose another --out")
+    is_own = listing.is_file() and all("seed" in (row or {}) for row in read_json_lines(listing))
+    names = [] if is_own else [LISTING, GRID, *(f"{i:05d}.png" for i in range(num_images))]
+    if found := next((name for name in names if (out / name).exists()), None):
+        raise ConfigurationError(f"--out {out} has {found} of someone else, which would be overwritten: choose another")
+
+
 def main() -> None:
     """Load, generate, write."""
     arguments = parse_arguments()
     prompts = [prompt for prompt in read_prompts(arguments) for _ in range(arguments.images_per_prompt)]
     seeds = read_seeds(arguments, len(prompts))
-    device = choose_device(arguments.device)
     out: Path = arguments.out
+    check_folder(out, len(prompts), arguments.prompts_file)
+    device = choose_device(arguments.device)
     writing = partial(explained_writes, f"--out {out}", "Choose another folder")
     with writing():
         out.mkdir(parents=True, exist_ok=True)
@@ -132,13 +148,8 @@ def main() -> None:
     from diffusion.models.sampling import image_grid
 
     model = load_model(arguments.checkpoint, weights=arguments.weights, paths=frozen_paths(arguments))
-    with error_context("--rewrite"):
-        texts = rewrite(prompts)  # After the mistakes that loading finds: the server may ask for money.
-    mark = model.mark
-    model.to(device)
-    rows, first_images = [], []
-    for start in range(0, len(texts), arguments.batch_size):
-        part = slice(start, start + arguments.batch_size)
+
+    def generate(part: slice) -> list[Any]:
         try:
             images = model.generate(
                 texts[part],
@@ -155,6 +166,18 @@ def main() -> None:
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
         assert isinstance(images, list)
+        return images
+
+    texts = prompts
+    if arguments.rewrite is not None:  # Mistakes of all options show before the server, which may ask for money.
+        generate(slice(0))
+    with error_context("--rewrite"):
+        texts = rewrite(prompts)
+    mark = model.mark
+    model.to(device)
+    rows, first_images = [], []
+    for start in range(0, len(texts), arguments.batch_size):
+        images = generate(slice(start, start + arguments.batch_size))
         with writing():
             if not rows:  # Nobody may read old and new images as one set.
                 write_listing(out, [])

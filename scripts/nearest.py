@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from diffusion.errors import explained_writes
-from diffusion.launch import CommandParser, choose_device, positive, run_command
+from diffusion.launch import CommandParser, choose_device, existing_folder, positive, run_command
 
 
 def share(text: str) -> float:
@@ -27,22 +27,14 @@ def share(text: str) -> float:
     return number
 
 
-def folder(text: str) -> Path:
-    """Read an existing folder, as the `type` of an argument."""
-    path = Path(text).expanduser()
-    if not path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is no folder")
-    return path
-
-
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = CommandParser(description=__doc__)
-    parser.add_argument("images", type=folder, metavar="IMAGES", help="folder of generated images")
-    parser.add_argument("data", type=folder, metavar="DATA", help="folder of a prepared data set, or of a run")
+    parser.add_argument("images", type=existing_folder, metavar="IMAGES", help="folder of generated images")
+    parser.add_argument("data", type=existing_folder, metavar="DATA", help="folder of a prepared data set, or of a run")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder for table and page")
     parser.add_argument(
-        "--validation", type=folder, metavar="DATA2",
+        "--validation", type=existing_folder, metavar="DATA2",
         help="folder of images, or of prepared data, that were not trained on; default: the split `validation` of DATA",
     )  # fmt: skip
     parser.add_argument("--num", type=positive, default=3, help="neighbours of each image (default: 3)")

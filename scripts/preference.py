@@ -9,7 +9,7 @@ from urllib.parse import urlencode, urlsplit
 
 from diffusion.errors import ConfigurationError, MachineError, explained_writes
 from diffusion.files import write_atomically
-from diffusion.launch import LOOPBACK, CommandParser, output_file, positive, run_command
+from diffusion.launch import LOOPBACK, CommandParser, output_file, port, positive, run_command, whole_number
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -29,7 +29,7 @@ def parse_arguments() -> argparse.Namespace:
         "--votes", type=Path, required=True, help="SQLite file on a local disk; continued if it exists"
     )
     command.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all")
-    command.add_argument("--port", type=int, default=8000, help="0: a free one")
+    command.add_argument("--port", type=port, default=8000, help="0: a free one")
     command.add_argument(
         "--public-url", metavar="URL", help="https://... under which a proxy on this machine serves the page"
     )
@@ -42,8 +42,10 @@ def parse_arguments() -> argparse.Namespace:
     )
     command.add_argument("--seed", type=int, default=17, help="seed of sides, order and attention checks")
     command.add_argument("--pairs", type=positive, default=50, help="pairs per rater")
-    command.add_argument("--repeats", type=int, default=5, help="pairs shown to a rater again, sides exchanged")
-    command.add_argument("--checks", type=int, default=4, help="attention checks per rater")
+    command.add_argument(
+        "--repeats", type=whole_number, default=5, help="pairs shown to a rater again, sides exchanged"
+    )
+    command.add_argument("--checks", type=whole_number, default=4, help="attention checks per rater")
     command = commands.add_parser("report", help="rates with intervals, agreement and a figure, as HTML, PNG and JSON")
     command.set_defaults(run=report)
     command.add_argument("votes", type=Path)
@@ -51,7 +53,7 @@ def parse_arguments() -> argparse.Namespace:
     command.add_argument(
         "--max-failed", type=float, default=0.25, help="largest share of failed checks; 1: keep all raters"
     )
-    command.add_argument("--seed", type=int, default=17, help="seed of the bootstrap")
+    command.add_argument("--seed", type=whole_number, default=17, help="seed of the bootstrap")
     command = commands.add_parser("export", help="all votes as CSV")
     command.set_defaults(run=export)
     command.add_argument("votes", type=Path)
@@ -142,6 +144,10 @@ def export(arguments: argparse.Namespace) -> None:
     from apps.preference.report import to_csv
     from apps.preference.store import Store
 
+    votes = arguments.votes.resolve()
+    beside = [votes.with_name(votes.name + ending) for ending in ("-wal", "-shm", ".secret")]
+    if arguments.out is not None and arguments.out.resolve() in beside:
+        raise ConfigurationError(f"--out {arguments.out} is a file of the study: choose another")
     store = Store(arguments.votes)
     text = to_csv(store.votes(), store.models)
     if arguments.out is None:

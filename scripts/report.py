@@ -9,7 +9,7 @@ The run may be in progress. The page needs no network.
 import argparse
 from pathlib import Path
 
-from diffusion.launch import CommandParser, output_file, run_command
+from diffusion.launch import CommandParser, existing_folder, output_file, run_command
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -17,7 +17,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--phases", type=Path, nargs="+", default=[], help="run folders of later phases, in order")
-    parser.add_argument("--evaluations", type=Path, nargs="+", default=[], help="other output folders of evaluate.py")
+    parser.add_argument(
+        "--evaluations", type=existing_folder, nargs="+", default=[], help="other output folders of evaluate.py"
+    )
     parser.add_argument("--out", type=output_file, help="page to write (default: report.html in the last run folder)")
     return parser.parse_args()
 

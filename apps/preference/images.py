@@ -3,6 +3,7 @@
 import functools
 import io
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,8 +50,8 @@ class ImageSet:
 def collect(folders: Mapping[str, Path], prompts_file: Path) -> ImageSet:
     """Find the images of each model for each prompt.
 
-    A folder has a listing (`metadata.jsonl`, as scripts/generate.py writes it), or only images, sorted in the order of
-    the prompts, the same number for each. The k-th images of a prompt are compared.
+    A folder has a listing (`metadata.jsonl`, as scripts/generate.py writes it), or only images, in the order of the
+    prompts by the numbers in their names, the same number for each. The k-th images of a prompt are compared.
 
     Args:
         folders: name of a model to folder of images; at least two.
@@ -97,7 +98,8 @@ def _images_by_prompt(folder: Path, texts: Sequence[str]) -> dict[str, list[Path
         return found
     if not folder.exists():
         raise DataError(f"{folder}: no such folder")
-    images = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and path.stem != "grid")
+    images = [path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and path.stem != "grid"]
+    images.sort(key=lambda path: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path.name)])
     per_prompt, rest = divmod(len(images), len(texts))
     if rest or not images:
         raise DataError(

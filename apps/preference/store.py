@@ -116,11 +116,11 @@ class Store:
         self._connection = sqlite3.connect(path, timeout=60, isolation_level=None, check_same_thread=False)
         execute = self._connection.execute
         try:
-            execute("PRAGMA journal_mode = WAL")
-            execute("PRAGMA synchronous = FULL")
-            execute("PRAGMA foreign_keys = ON")
             study = execute("SELECT id, models, settings FROM study WHERE format = ?", (_FORMAT,)).fetchone()
             self.study_id: str = study[0]
+            execute("PRAGMA journal_mode = WAL")  # It changes the file, which is a study by now.
+            execute("PRAGMA synchronous = FULL")
+            execute("PRAGMA foreign_keys = ON")
         except (sqlite3.DatabaseError, TypeError) as error:
             raise ConfigurationError(f"{path}: not a file of votes of format {_FORMAT}: {error}") from error
         self.models: tuple[str, ...] = tuple(json.loads(study[1]))

@@ -396,4 +396,5 @@ def _write_listing(folder: Path, task: GenerationTask, files: Sequence[Path]) ->
                 "image_of_prompt": copy,
             }
         )
-    write_listing(folder, rows)
+    with explained_writes(folder):
+        write_listing(folder, rows)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diffusion.errors import ConfigurationError, DataError
+from diffusion.errors import ConfigurationError, DataError, explained_writes
 from diffusion.files import read_json, write_json
 from diffusion.reports.tables import markdown_table
 
@@ -102,14 +102,19 @@ class Result:
         return f"{self.name}{scale}.json"
 
     def write(self, folder: Path) -> Path:
-        """Write atomically below an output folder, with each protocol once; return the path."""
+        """Write atomically below an output folder, with each protocol once; return the path.
+
+        Raises:
+            MachineError: the file cannot be written.
+        """
         content, protocols = asdict(self), {}
         for number in content["numbers"].values():
             key = protocol_hash(number["protocol"])
             protocols[key], number["protocol"] = number["protocol"], key
         path = folder / RESULTS / self.file_name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {**content, "protocols": protocols})
+        with explained_writes(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, {**content, "protocols": protocols})
         return path
 
     @classmethod

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from PIL import Image
 
 from diffusion.distributed import is_first_rank, map_on_ranks
-from diffusion.errors import ConfigurationError
+from diffusion.errors import ConfigurationError, explained_writes
 from diffusion.evaluation.images import read_image
 from diffusion.evaluation.prompts import Prompt
 from diffusion.evaluation.protocol import VERSION, Number, protocol_hash
@@ -77,13 +77,15 @@ class Suite(ABC, Generic[AnyItem]):
             The numbers by name on the first rank; an empty dictionary on others.
         """
         folder = judgements / protocol_hash({"version": VERSION, **self.record()})
-        folder.mkdir(parents=True, exist_ok=True)
         of_images = [item for item in self.items for _ in range(self.images_per_prompt)]
 
         def judge(number: int) -> Any:
             path = folder / f"{number:06d}.json"
             if not path.is_file():
-                write_json(path, self.judge(of_images[number], read_image(files[number])))
+                judgement = self.judge(of_images[number], read_image(files[number]))
+                with explained_writes(path):
+                    folder.mkdir(parents=True, exist_ok=True)
+                    write_json(path, judgement)
             return read_json(path)
 
         found = map_on_ranks(len(files), judge, self.name)

@@ -29,7 +29,7 @@ from diffusion.config.checks import planned_steps
 from diffusion.config.schema import Config
 from diffusion.config.training import WandbConfig
 from diffusion.distributed import barrier, is_first_rank, on_first_rank, start_process_group
-from diffusion.errors import DataError, MachineError
+from diffusion.errors import DataError, MachineError, explained_writes
 from diffusion.evaluation.config import EvaluationConfig, run_label
 from diffusion.evaluation.evaluate import Evaluation, write_table
 from diffusion.evaluation.generate import WeightsError, checkpoint_models
@@ -324,8 +324,10 @@ class WatchedRun:
         )
         if earlier is not None and skipped is not None:  # Its numbers by other settings stay.
             entry = replace(earlier, settings=entry.settings)
-        (self.folder / LEDGER).mkdir(parents=True, exist_ok=True)
-        write_json(self.folder / LEDGER / f"{name}.json", asdict(entry))
+        path = self.folder / LEDGER / f"{name}.json"
+        with explained_writes(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, asdict(entry))
         if skipped is None:
             log.info("checkpoint %s of %s is evaluated", name, self.uri)
         else:

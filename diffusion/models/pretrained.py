@@ -419,22 +419,23 @@ def released_state_dict(module: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def module_identity(module: nn.Module) -> str:
-    """Hash of a module's weights: SHA-256 over released names, shapes, dtypes and bytes, 16 hexadecimal digits.
+def module_identity(module: nn.Module | Mapping[str, Tensor]) -> str:
+    """Hash of the weights of a module: SHA-256 over released names, shapes, dtypes and bytes, 16 hexadecimal digits.
 
-    The hash is the same with each version of the libraries. Weights in another precision have another hash.
+    The hash is the same with each version of the libraries. Weights in another precision have another hash. Weights
+    without their module have released names.
     """
     digest = hashlib.sha256()
-    for name, tensor in sorted(released_state_dict(module).items()):
+    state = released_state_dict(module) if isinstance(module, nn.Module) else module
+    for name, tensor in sorted(state.items()):
         data = tensor.detach().cpu().contiguous()
         digest.update(f"{name} {tuple(data.shape)} {data.dtype}".encode())
         digest.update(data.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
 
-def weights_identity(network: nn.Module, vae: nn.Module, text_encoder: nn.Module, *others: nn.Module) -> str:
-    """Hash of the weights that images are generated with, 16 hexadecimal digits."""
-    parts = (network, vae, text_encoder, *others)
+def weights_identity(*parts: nn.Module | Mapping[str, Tensor]) -> str:
+    """Hash of network, VAE, text encoder and others that images are generated with, 16 hexadecimal digits."""
     return hashlib.sha256(" ".join(map(module_identity, parts)).encode()).hexdigest()[:16]
 
 

@@ -82,13 +82,13 @@ class HeunScheduler(FlowMatchHeunDiscreteScheduler):
     def set_timesteps(self, num_inference_steps: int, device: Any = None) -> None:
         """Space n steps evenly from 1 to 0 before the shift; those of diffusers are n - 1 and a tiny one.
 
-        The network's last timestep is the first one of training.
+        The network's timesteps are whole, as in training, and the last is the first one of training.
         """
         super().set_timesteps(num_inference_steps, device)
         line, shift = torch.linspace(1, 0, num_inference_steps + 1, dtype=torch.float64), self.config["shift"]
         self.sigmas = (shift * line / (1 + (shift - 1) * line)).float()
         timesteps = (self.sigmas * self.config["num_train_timesteps"]).clamp(min=1)
-        self.timesteps = timesteps.repeat_interleave(2)[1:-1].to(device)
+        self.timesteps = timesteps.round().repeat_interleave(2)[1:-1].to(device)
         self._step_index = 0
 
     def step(self, model_output: Tensor, timestep: Any, sample: Tensor, *_: Any, **__: Any) -> SchedulerOutput:

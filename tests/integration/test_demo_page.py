@@ -247,6 +247,14 @@ def test_an_address_that_others_can_reach_needs_a_login():
             open_page(page, host, None)
 
 
+@pytest.mark.parametrize("options", [["--port", "70000"], ["--port=-1"], ["--host", "0.0.0.0"]])
+def test_wrong_addresses_are_reported_before_weights_are_loaded(monkeypatch, options):
+    monkeypatch.setattr("diffusion.loading.load_model", lambda *_, **__: pytest.fail("loaded before the error"))
+    monkeypatch.setattr(sys, "argv", ["demo_page.py", "RUN", "--device", "cpu", *options])
+    with pytest.raises(ConfigurationError, match=options[0].partition("=")[0]):
+        runpy.run_path(str(ROOT / "scripts" / "demo_page.py"))["main"]()
+
+
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: apt-get install chromium")
 def test_a_login_keeps_others_out(model, tmp_path, capfd, caplog):

@@ -124,6 +124,7 @@ def test_the_card_says_what_it_is_and_how_good(runs, tmp_path):
     protocol = {"metric": "fid", "sampling": {"num_inference_steps": 20}}
     for step, value in (("ep0-ba2", 99.5), ("ep0-ba4", 12.25)):
         result = Result(name=f"{step}-raw", path=f"elsewhere/base/checkpoints/{step}", weights="raw")
+        result.identity = load_model(run).mark.version
         result.numbers["fid"] = Number(value=value, protocol=protocol)
         result.write(run / "evaluation")
     export(str(run), tmp_path / "out", licences=Licences(model="apache-2.0", data="own drawings"))

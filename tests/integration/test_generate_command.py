@@ -77,12 +77,15 @@ def test_prompts_are_rewritten_and_the_originals_listed(command, model, tmp_path
     assert len(server.requests) == 2
 
 
-def test_nothing_is_rewritten_for_a_checkpoint_that_cannot_be_loaded(command, tmp_path):
+def test_nothing_is_rewritten_for_what_cannot_be_generated(command, tmp_path):
     with chat_server(lambda prompt, number: "echo") as server:
         with pytest.raises(AssertionError, match="loaded before the error"):
             command("--rewrite", server.url, "--rewrite-model", MODEL, is_loaded=False)
         with pytest.raises(ConfigurationError, match="has no model x"):
             command("--rewrite", server.url, "--rewrite-model", "x", is_loaded=False)
+        for option, value in (("--steps", "1001"), ("--height", "33"), ("--sampler", "heun"), ("--score", "taste=1")):
+            with pytest.raises(ConfigurationError, match=value.partition("=")[0]):
+                command("--rewrite", server.url, "--rewrite-model", MODEL, option, value)
     assert server.requests == []
 
 
@@ -103,11 +106,28 @@ def test_each_batch_is_written_at_once_and_the_listing_last(command, model, tmp_
     command("--images-per-prompt", "3", "--batch-size", "2")
     whole = [*images, "grid.png", "metadata.jsonl"]
     assert batches == [[], [*images[:2], "metadata.jsonl"], whole, whole]
-    (out / "metadata.jsonl").unlink()
+    listing = (out / "metadata.jsonl").rename(tmp_path / "metadata.jsonl")
     assert [image.path.name for image in open_images(out)] == images
+    listing.rename(out / "metadata.jsonl")
     assert capsys.readouterr().err == ""
     command("--images-per-prompt", "2")
     assert "holds 1 other images (00002.png" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("listing", [None, '{"file_name": "a.png", "text": "mine"}\n', "no JSON\n"])
+def test_images_and_listings_of_someone_else_stay(command, tmp_path, listing):
+    files = {"00000.png": "an image"} if listing is None else {"metadata.jsonl": listing}
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigurationError, match=f"has {next(iter(files))} of someone else"):
+        command(is_loaded=False, out=tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
+
+
+def test_the_prompts_may_not_be_those_of_the_listing_that_is_replaced(command, tmp_path):
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "00000.png", "prompt": "a dog", "seed": 1}\n')
+    with pytest.raises(ConfigurationError, match="would be overwritten"):
+        command("--prompts-file", str(tmp_path / "metadata.jsonl"), is_loaded=False, out=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +141,8 @@ def test_each_batch_is_written_at_once_and_the_listing_last(command, model, tmp_
         (["--steps", "0"], "--steps: 0"),
         (["--width", "-32"], "--width: -32"),
         (["--seed", "-1"], "--seed -1"),
+        (["--prompts", "a caf\udce9"], "--prompts: .* is no UTF-8"),
+        (["--negative-prompt", "a caf\udce9"], "--negative-prompt: .* is no UTF-8"),
         (["--columns", "0"], "--columns: 0"),
     ],
 )

@@ -1,11 +1,14 @@
 """Numbers of command lines."""
 
 import argparse
+import runpy
+import sys
 
 import pytest
 
 from diffusion.errors import ConfigurationError
 from diffusion.launch import CommandParser, named_score, positive_number
+from tests.tools.training_runs import ROOT
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-1", "", "1,5"])
@@ -31,3 +34,20 @@ def test_scores_are_finite(text):
     assert named_score("aesthetic=-1.5") == ("aesthetic", -1.5)
     with pytest.raises(argparse.ArgumentTypeError, match="no score"):
         named_score(text)
+
+
+def run_script(monkeypatch, name: str, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+    runpy.run_path(str(ROOT / "scripts" / name))["main"]()
+
+
+def test_a_file_to_write_that_is_another_argument_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "link").symlink_to(tmp_path / "seen.csv")
+    for other in ("seen.csv", "link"):
+        with pytest.raises(ConfigurationError, match=r"seen\.csv is given twice"):
+            run_script(monkeypatch, "provenance.py", tmp_path / other, "--out", tmp_path / "seen.csv")
+
+
+def test_a_folder_of_evaluations_that_does_not_exist_is_an_error(tmp_path, monkeypatch):
+    with pytest.raises(ConfigurationError, match="argument --evaluations: "):
+        run_script(monkeypatch, "report.py", tmp_path, "--evaluations", tmp_path / "absent")

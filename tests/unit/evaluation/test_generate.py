@@ -12,7 +12,7 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from demo.shape_checks import shape_checks
 from diffusion.config.model import Architecture, FlowConfig, ObjectiveConfig, PredictionType, Sampler
 from diffusion.config.training import Device, Plugin
-from diffusion.errors import ConfigurationError
+from diffusion.errors import ConfigurationError, MachineError
 from diffusion.evaluation.config import (
     CompositionalConfig,
     EvaluationConfig,
@@ -106,6 +106,18 @@ def test_its_images_are_those_of_the_model(model: LatentDiffusion, folder: Path,
         assert np.abs(images["pipeline"][0] - images["pipeline"][1]).max() > 10, "two noises, one image"
 
 
+@pytest.mark.parametrize("num_steps", [7, 15])
+def test_heun_gives_a_pipeline_the_timesteps_of_the_model(tmp_path, num_steps):
+    model = CASES["pixels"]()
+    sampling = SamplingConfig(num_inference_steps=num_steps, sampler=Sampler.heun)
+    images = []
+    for generator in (CheckpointGenerator(model, CPU), PipelineGenerator(write_model(model, tmp_path / "one"), CPU)):
+        task = GenerationTask(prompts=[Prompt(text="a")], sampling=sampling, guidance_scale=3.0, batch_size=1)
+        latents = addressed_latents(task, [0], generator.latent_shape(32, 32), CPU)
+        images.append(np.asarray(generator.generate(["a"], latents, sampling, 3.0)[0]).astype(int))
+    assert np.abs(images[0] - images[1]).max() <= 1
+
+
 @pytest.mark.parametrize("is_interrupted", [False, True])
 def test_a_run_may_write_a_checkpoint_again(tmp_path, monkeypatch, is_interrupted):
     checks = shape_checks()[:1]
@@ -150,6 +162,19 @@ def shapes_evaluation(monkeypatch, out: Path, **options) -> Evaluation:
     protocol = ProtocolConfig(metrics=[], compositional=suite, sampling=sampling)
     config = EvaluationConfig(output_folder=str(out), protocol=protocol, guidance_scales=[1.0], device=Device.cpu)
     return Evaluation(config=dataclasses.replace(config, **options))
+
+
+@pytest.mark.parametrize("name", ["metadata.jsonl", "000000.json", "pipeline-cfg1.json"])
+def test_a_full_disk_is_reported(tmp_path, monkeypatch, name):
+    def sync(path: Path) -> None:
+        if path.name == f".{name}.partial" and path.stat().st_size:
+            raise OSError(28, "No space left on device")
+
+    (subject,) = find_models(str(write_model(build(Architecture.tiny), tmp_path / "pipeline")), [])
+    evaluation = shapes_evaluation(monkeypatch, tmp_path / "out")
+    monkeypatch.setattr("diffusion.files.sync", sync)
+    with pytest.raises(MachineError, match="No space left on device"):
+        evaluation.evaluate(subject)
 
 
 def test_images_that_are_not_kept_are_removed_after_a_kill_too(tmp_path, monkeypatch):

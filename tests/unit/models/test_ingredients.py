@@ -2,7 +2,10 @@
 
 import json
 import re
+import runpy
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +21,8 @@ from diffusion.config.model import InitFromConfig, ModelConfig, PredictionType
 from diffusion.config.schema import Config
 from diffusion.config.training import Device
 from diffusion.datasets.batch import BatchKey
-from diffusion.errors import ConfigurationError
+from diffusion.errors import ConfigurationError, DataError
+from diffusion.evaluation.protocol import Number, Result
 from diffusion.export import export
 from diffusion.loading import check_objective, load_config_of, load_model, used_weights
 from diffusion.models.architectures import TINY, build_vae
@@ -235,3 +239,63 @@ def test_one_file_is_not_for_a_network_with_a_text_adapter(tmp_path):
     checkpoint, _ = stored(tmp_path, config, {"unet.conv_in.bias": torch.zeros(1)})
     with pytest.raises(ConfigurationError, match="a text adapter"):
         export(str(checkpoint), tmp_path / "out.safetensors")
+
+
+def toy_run(run: Path, *overrides: str) -> Path:
+    """A checkpoint of the toy with random weights."""
+    config = load_config("tests/tools/toy.yaml", [f"output_folder={run}", *overrides])
+    weights = build_training_model(config, Device.cpu).state_dict()
+    generator = torch.Generator().manual_seed(len(overrides))
+    return stored(run, config, {name: torch.randn(x.shape, generator=generator) * 0.1 for name, x in weights.items()})[
+        0
+    ]
+
+
+def test_a_card_has_the_numbers_of_its_weights_once(tmp_path):
+    checkpoint = toy_run(tmp_path / "run")
+    identity = load_model(checkpoint).mark.version
+    for folder, of, value in (("one", identity, 0.3456), ("copy", identity, 0.3456), ("before", "0" * 16, 0.5678)):
+        result = Result(name="ep0-ba1-raw", path=str(checkpoint), weights="raw", identity=of)
+        result.numbers["cmmd"] = Number(value=value, protocol={"metric": "cmmd"})
+        result.write(tmp_path / folder)
+    export(str(checkpoint), tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert (card.count("0.3456"), card.count("0.5678")) == (1, 0)
+
+
+@pytest.mark.parametrize("ingredient", ["text_adapter={layers: 1}", "score_conditioning={columns: [{name: a}]}"])
+def test_the_mark_of_a_card_is_that_of_the_run_s_images(tmp_path, ingredient):
+    checkpoint = toy_run(tmp_path / "run", f"model.{ingredient}")
+    export(str(checkpoint), tmp_path / "out")
+    assert load_model(checkpoint).mark.version in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_the_examples_of_cards_encode_prompts_as_the_run_did(tmp_path, monkeypatch):
+    base, folders = toy_run(tmp_path / "run", "model.text_encoder.chunks=2"), {}
+    lora = toy_run(tmp_path / "lora", "model.text_encoder.chunks=2", "model.lora={rank: 2}")
+    monkeypatch.setattr("diffusion.export.create_repository", lambda repository: None)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repository: folders[repository])
+    for name, checkpoint, repository in (("base", base, None), ("hub", base, "anna/cats"), ("lora", lora, None)):
+        out = tmp_path / "exported" / name
+        export(str(checkpoint), out, repository=repository, lora_only=name == "lora")
+        folders["anna/cats"] = out
+        example = (out / "README.md").read_text().split("```python\n")[1].split("```")[0]
+        example = example.replace("FOLDER of the initial weights", str(tmp_path / "exported" / "base"))
+        example = example.replace("FOLDER", str(out)).replace("guidance_scale", "num_inference_steps=1, guidance_scale")
+        found: dict[str, Any] = {}
+        exec(example, found)
+        assert found["encode"]("a star")["prompt_embeds"].shape[1] == 48
+        assert found["image"].size == (32, 32)
+
+
+def test_mistakes_show_before_a_repository_is_created_and_weights_are_loaded(tmp_path, monkeypatch):
+    checkpoint = toy_run(tmp_path / "run")
+    for name in ("create_repository", "load_frozen_parts"):
+        monkeypatch.setattr(f"diffusion.export.{name}", lambda *_: pytest.fail("too late"))
+    (tmp_path / "there").mkdir()
+    for error, options in ((ConfigurationError, ["there"]), (DataError, ["out", "--data", str(tmp_path / "absent")])):
+        out, *data = options
+        arguments = ["export.py", str(checkpoint), str(tmp_path / out), *data, "--push-to-hub", "anna/cats"]
+        monkeypatch.setattr(sys, "argv", arguments)
+        with pytest.raises(error):
+            runpy.run_path(str(ROOT / "scripts" / "export.py"))["main"]()

@@ -1,5 +1,9 @@
 import csv
 import random
+import runpy
+import shutil
+import sqlite3
+import sys
 from collections import Counter
 
 import pandas as pd
@@ -7,9 +11,18 @@ import pytest
 
 from apps.preference.images import collect
 from apps.preference.report import make_report, to_csv, write_report
-from apps.preference.store import ScreenKind, schedule
+from apps.preference.store import ScreenKind, Store, schedule
 from diffusion.errors import ConfigurationError, DataError
-from tests.tools.preference_studies import MODELS, attentive, check, open_study, rate_all, vote, write_models
+from tests.tools.preference_studies import (
+    MODELS,
+    SCRIPT,
+    attentive,
+    check,
+    open_study,
+    rate_all,
+    vote,
+    write_models,
+)
 
 SHOWN = [
     *[("pair", 3, 1, 0), ("pair", 4, 1, 0), ("pair", 0, 1, 0), ("pair", 8, 1, 0), ("pair", 6, 1, 0)],
@@ -199,3 +212,52 @@ def test_a_study_without_votes_has_a_report(tmp_path):
     report = make_report(store.votes(), store.models)
     assert (report.num_votes, report.num_raters) == (0, 0)
     write_report(report, tmp_path / "report")
+
+
+def run_script(monkeypatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["preference.py", *map(str, arguments)])
+    runpy.run_path(str(SCRIPT))["main"]()
+
+
+def test_an_export_replaces_no_file_of_the_study(tmp_path, monkeypatch):
+    write_models(tmp_path)
+    store = open_study(tmp_path)
+    store.read_secret()
+    files = {path: path.read_bytes() for path in tmp_path.glob("votes.sqlite*") if path.suffix != ".sqlite-shm"}
+    assert len(files) == 3
+    (tmp_path / "link").symlink_to(tmp_path / "votes.sqlite")
+    for out in (*files, tmp_path / "link"):
+        with pytest.raises(ConfigurationError, match=out.name):
+            run_script(monkeypatch, "export", tmp_path / "votes.sqlite", "--out", out)
+    assert {path: path.read_bytes() for path in files} == files
+
+
+def test_images_without_a_listing_are_in_the_order_of_their_numbers(tmp_path):
+    write_models(tmp_path)
+    folders = {name: tmp_path / name for name in MODELS[:2]}
+    for folder in folders.values():
+        (folder / "metadata.jsonl").unlink()
+        for i in range(12):
+            (folder / f"{i:05d}.png").rename(folder / f"{i}.png")
+    items = collect(folders, tmp_path / "prompts.txt").items
+    assert [(item.prompt, item.images[1].name) for item in items] == [
+        (f"prompt number {i}", f"{i}.png") for i in range(12)
+    ]
+
+
+def test_a_database_that_is_no_study_stays_as_it_is(tmp_path):
+    other = sqlite3.connect(tmp_path / "other.sqlite")
+    other.execute("CREATE TABLE mine (number INTEGER)")
+    other.close()
+    shutil.copy(tmp_path / "other.sqlite", tmp_path / "copy.sqlite")
+    with pytest.raises(ConfigurationError, match="not a file of votes"):
+        Store(tmp_path / "copy.sqlite")
+    assert (tmp_path / "copy.sqlite").read_bytes() == (tmp_path / "other.sqlite").read_bytes()
+
+
+def test_numbers_below_0_are_no_numbers_of_a_study(tmp_path, monkeypatch):
+    serve = ["serve", "A=a", "B=b", "--prompts", "p.txt", "--votes", "votes.sqlite"]
+    report = ["report", "votes.sqlite", "--out", "report"]
+    for command, option in ((serve, "--repeats"), (serve, "--checks"), (serve, "--port"), (report, "--seed")):
+        with pytest.raises(ConfigurationError, match=f"argument {option}: "):
+            run_script(monkeypatch, *command, f"{option}=-1")
