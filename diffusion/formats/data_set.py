@@ -50,7 +50,7 @@ LISTINGS, METADATA, SCORES, SELECTION = "listings", "metadata", "scores", "selec
 """Folders of the stages. The first holds files of partitions that are not scanned."""
 
 ANSWERS = "answers"
-"""Folder with the answers of a server for partitions that are not captioned yet, and column beside the captions."""
+"""Folder with the answers of a server that are not beside captions yet, and column beside the captions."""
 
 SCORES_RECORD = "scores.json"
 """Settings that determine each column below `scores`. Columns of other tools are not in it."""

@@ -14,7 +14,7 @@ import json
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -32,13 +32,18 @@ from diffusion.files import append_json_lines, read_json_lines
 from diffusion.formats.data_set import ANSWERS, METADATA, SCORES
 from diffusion.preparation.config import ChatCaptionsConfig
 from diffusion.preparation.layout import CAPTIONS, GENERATED_CAPTIONS, local_copies, part_name, part_numbers, read_table
+from diffusion.preparation.metadata import removal_hash
 from diffusion.preparation.records import clean_text
+from diffusion.preparation.removed import Removed
 from diffusion.reports.page import image_uri
 
 _JPEG_QUALITY = 90
 
 _MAX_USELESS = 32
 """Images without a usable answer at the start of a worker after which it ends: more would cost money for nothing."""
+
+_RESTORED = "restored"
+"""Folder beside the journals: answers for partitions that were discarded. Every partition looks there."""
 
 _MIN_TRIPLES, _MIN_DISTINCT = 24, 0.6
 """A text with so many sequences of three words is repetitive if less than this share of them is distinct."""
@@ -292,7 +297,8 @@ class Journal:
     """
 
     def __init__(self, out: str, number: int, concurrency: int) -> None:
-        self._uri = storage.join(out, ANSWERS, f"{number:06}")
+        self._out, self._name = out, f"{number:06}"
+        self._uri = storage.join(out, ANSWERS, self._name)
         self._path = None if storage.is_url(out) else Path(f"{self._uri}.jsonl")
         self._size = concurrency if self._path is None else 1
         self._rows: list[dict[str, Any]] = []
@@ -302,18 +308,15 @@ class Journal:
         """Hash what determines the request of an image."""
         return xxhash.xxh3_128_hexdigest(json.dumps([row["xxh128"], row["captions"]]))
 
-    def read(self) -> dict[str, Answer]:
-        """Read the answers of earlier starts; what a kill cut off is none."""
-        with tempfile.TemporaryDirectory() as temporary:
-            paths = [self._path] if self._path else [
-                local_copies(self._uri, [name], Path(temporary)) / name for name in storage.list_files(self._uri)
-            ]  # fmt: skip
-            rows = [row for path in paths for row in read_json_lines(path) if row is not None]
-        return dict(found for row in rows if (found := _read_row(row)) is not None)
+    def read(self, identities: Container[str] | None = None) -> dict[str, Answer]:
+        """Read the answers of earlier starts, and the restored ones, for all images or some."""
+        own = [self._path.name] if self._path else _list_files(self._out, self._name)
+        found = read_answers(self._out, [*own, *_list_files(self._out, _RESTORED)], identities)
+        return dict(reversed([*found]))  # The first answer for an image has the costs.
 
-    def add(self, identity: str, answer: Answer) -> None:
-        """Keep an answer."""
-        self._rows.append({"id": identity, **asdict(answer)})
+    def add(self, identity: str, answer: Answer, *hashes: str) -> None:
+        """Keep an answer; `hashes` are the `image_hashes`."""
+        self._rows.append({"id": identity, "hashes": hashes, **asdict(answer)})
         if len(self._rows) >= self._size:
             self.flush()
 
@@ -325,8 +328,7 @@ class Journal:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 append_json_lines(self._path, rows)
         elif rows:
-            content = "".join(json.dumps(row) + "\n" for row in rows).encode()
-            storage.write(storage.join(self._uri, f"{xxhash.xxh3_64_hexdigest(content)}.jsonl"), content)
+            _write_rows(self._uri, rows)
 
     def remove(self) -> None:
         """Remove the answers: the partition is captioned."""
@@ -336,25 +338,80 @@ class Journal:
             storage.delete(storage.join(self._uri, name) for name in storage.list_files(self._uri))
 
 
+def image_hashes(row: Mapping[str, Any]) -> list[str]:
+    """Return the hashes by which `removed.json` names an image."""
+    return [removal_hash(row["key"]), row["xxh128"]]
+
+
+def read_answers(
+    out: str, names: Iterable[str] | None = None, identities: Container[str] | None = None
+) -> Iterator[tuple[str, Answer]]:
+    """Yield the answers in all files below `answers`, or in some, for all images or some; damaged lines are none."""
+    for name in _list_files(out) if names is None else names:
+        for row in _read_rows(out, name):
+            if (identities is None or str(row.get("id")) in identities) and (found := _read_row(row)):
+                yield found
+
+
 def restore_answers(out: str, numbers: Iterable[int]) -> None:
-    """Put the answers beside the captions of some partitions back into their journals."""
+    """Move the answers of all journals, and copy those beside the captions of some partitions, to `answers/restored`.
+
+    A repetition after a kill writes the same files.
+    """
+    restored = storage.join(out, ANSWERS, _RESTORED)
     for number in part_numbers(storage.join(out, SCORES, CAPTIONS)).intersection(numbers):
         name = part_name(number)
         captioned = read_table(storage.join(out, SCORES, CAPTIONS, name)).to_pylist()
-        rows = read_table(storage.join(out, METADATA, name), ["xxh128", "captions"]).to_pylist()
-        journal = Journal(out, number, concurrency=len(rows))
+        rows = read_table(storage.join(out, METADATA, name), ["key", "xxh128", "captions"]).to_pylist()
+        answers = []
         for row, one in zip(rows, captioned, strict=True):
             if answer := one.get(ANSWERS):
                 texts = [one[CAPTIONS][i] for i in one[GENERATED_CAPTIONS] or ()]
-                journal.add(journal.identify(row), Answer(**{**answer, "texts": texts}))
-        journal.flush()
+                answers.append({"id": Journal.identify(row), "hashes": image_hashes(row), **answer, "texts": texts})
+        _write_rows(restored, answers)
+    for name in _list_files(out):
+        if not name.startswith(f"{_RESTORED}/"):
+            _write_rows(restored, _read_rows(out, name))
+            storage.delete([storage.join(out, ANSWERS, name)])
 
 
-def _read_row(row: Any) -> tuple[str, Answer] | None:
+def erase_answers(out: str) -> None:
+    """Drop the answers for removed images, and those of earlier versions, which name no image."""
+    removed = Removed.read(out)
+    for name in _list_files(out):
+        rows = [*_read_rows(out, name)]
+        kept = [row for row in rows if removed.isdisjoint(row.get("hashes") or removed)]
+        if len(kept) < len(rows):
+            storage.write(storage.join(out, ANSWERS, name), _as_lines(kept))
+
+
+def _list_files(out: str, *folder: str) -> list[str]:
+    """List the files below `answers`, or in a folder there, by their names below `answers`."""
+    return [storage.join(*folder, name) for name in storage.list_files(storage.join(out, ANSWERS, *folder))]
+
+
+def _read_rows(out: str, name: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a file below `answers`."""
+    with tempfile.TemporaryDirectory() as temporary:
+        path = local_copies(storage.join(out, ANSWERS), [name], Path(temporary)) / name
+        yield from filter(None, read_json_lines(path))
+
+
+def _write_rows(folder: str, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write a file that is named by its content."""
+    if content := _as_lines(rows):
+        storage.write(storage.join(folder, f"{xxhash.xxh3_64_hexdigest(content)}.jsonl"), content)
+
+
+def _as_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def _read_row(row: Mapping[str, Any]) -> tuple[str, Answer] | None:
     """Read a row of a journal; nothing from one of another form, so that the image is asked for again."""
     try:
-        values = {**row}
-        identity, answer = str(values.pop("id")), Answer(**{**values, "outcome": Outcome(values["outcome"])})
+        values = {name: value for name, value in row.items() if name not in ("id", "hashes")}
+        identity, answer = str(row["id"]), Answer(**{**values, "outcome": Outcome(row["outcome"])})
         pa.array([asdict(answer)], ANSWER_TYPE)
         pa.array([answer.texts], pa.list_(pa.string()))
     except (LookupError, TypeError, ValueError, ArithmeticError):

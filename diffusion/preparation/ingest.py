@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 from diffusion import storage
 from diffusion.config.loading import to_dict
 from diffusion.errors import BusyError, ConfigurationError, DataError, MachineError
-from diffusion.formats.data_set import DEAD_LETTERS, MANIFEST, METADATA, SCAN
+from diffusion.formats.data_set import DEAD_LETTERS, METADATA, SCAN
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.engine import Workers, run
 from diffusion.preparation.layout import part_numbers
@@ -130,7 +130,7 @@ class Ingestion:
             raise
         except (DataError, MachineError) as error:
             stays = isinstance(error, MachineError) and _is_scanned(out)  # Captions may have cost money.
-            if stays or not storage.exists(storage.join(out, MANIFEST)) or not discard_unfinished(out):
+            if stays or not self._when_free(discard_unfinished, out):
                 raise
             logger.warning("an interrupted growth is begun again: %s", error)
 

@@ -17,7 +17,8 @@ from diffusion.preparation.records import SettingsError
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 """EBADF: NFS locks only what can be opened for writing, which a folder cannot."""
 
-_ALLOWED = (data_set.WRITER, data_set.LISTINGS, data_set.REMOVED, data_set.REREAD, data_set.DEAD_LETTERS, "lost+found")
+_ALLOWED = (data_set.WRITER, data_set.LISTINGS, data_set.REMOVED, data_set.REREAD, data_set.DEAD_LETTERS,
+            data_set.ANSWERS, data_set.SCORES_RECORD, "lost+found")  # fmt: skip
 """Names that may be there before the first scan has begun."""
 
 
@@ -52,10 +53,15 @@ def clear_result(out: str) -> None:
 
 
 def clear(out: str) -> None:
-    """Remove a prepared data set; `scan.json`, by which the rest is known if this is stopped, goes last."""
+    """Remove a prepared data set; `scan.json`, by which the rest is known if this is stopped, goes last.
+
+    Answers that were restored stay, and so does `scores.json`, which names their captioner.
+    """
     clear_result(out)
-    clear_folders(out, data_set.SCORES, data_set.ANSWERS, data_set.METADATA, data_set.LISTINGS, data_set.REREAD)
-    storage.delete([storage.join(out, data_set.SCORES_RECORD), storage.join(out, data_set.SCAN)])
+    clear_folders(out, data_set.SCORES, data_set.METADATA, data_set.LISTINGS, data_set.REREAD)
+    if not storage.list_files(storage.join(out, data_set.ANSWERS)):
+        storage.delete([storage.join(out, data_set.SCORES_RECORD)])
+    storage.delete([storage.join(out, data_set.SCAN)])
 
 
 def protect_answers(out: str, difference: str) -> None:

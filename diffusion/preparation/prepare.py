@@ -127,6 +127,8 @@ def prepare(
         manifest = write(out, scan, settings, workers, scratch=config.scratch, progress=progress)
         if manifest == finished:
             logger.info("%s is finished, and its sources hold no more (--overwrite replaces it)", storage.shown(out))
+        elif captioner and "score" in stages:
+            clear_folders(out, data_set.ANSWERS)
         if report and ((only is None and manifest != finished) or _is_report_due(out, manifest)):
             from diffusion.preparation.report import write_report  # Plotting takes a second to import.
 
@@ -188,7 +190,7 @@ def _begin_anew(config: PrepareConfig, scan: Scan) -> Scan:
 def discard_unfinished(out: str) -> bool:
     """Remove what was scanned, scored, selected and written since the data set was last finished, if anything was.
 
-    Captions of a server may have cost money: images that are scanned again as before get them from a journal.
+    Captions of a server may have cost money: images that are scanned again as before get them from `answers/restored`.
     `scan.json`, by which the rest is known, is written last, so that another call can continue.
     """
     with claim(out, PreparedManifest.KIND):

@@ -34,6 +34,7 @@ from diffusion.formats.data_set import (
     SCAN,
     SCORES,
 )
+from diffusion.preparation.chat_captions import restore_answers
 from diffusion.preparation.config import LimitsConfig, PrepareConfig
 from diffusion.preparation.engine import Workers, death_error, limited_time, progress_bar, run
 from diffusion.preparation.layout import (
@@ -193,12 +194,14 @@ def scan_sources(
             )
         _run_missing(config.out, scan, workers, progress)
         scan = _add_partitions(config, replace(scan, sources=sources), workers, only=only)
-    except OutdatedError:
+    except OutdatedError as error:
         if not overwrite:
             raise
         # Mistakes in the sources are found before anything is removed.
         listed = [source.partitions().checked() for source in sources]
-        protect_answers(config.out, "for other sources or settings of the scan")
+        if isinstance(error, SettingsError):
+            protect_answers(config.out, "for other sources or settings of the scan")
+        restore_answers(config.out, part_numbers(storage.join(config.out, METADATA)))
         clear(config.out)
         scan = _add_partitions(config, Scan(sources, [], settings), workers, listed)
     if not scan.partitions:

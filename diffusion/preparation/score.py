@@ -28,12 +28,15 @@ from diffusion.errors import ConfigurationError, DataError, first_line
 from diffusion.formats.data_set import ANSWERS, METADATA, SCORES, SCORES_RECORD
 from diffusion.preparation.chat_captions import (
     ANSWER_TYPE,
+    COUNTS,
     Answer,
     ChatCaptioner,
     Journal,
     Outcome,
     count_answer,
     describe_answers,
+    image_hashes,
+    read_answers,
 )
 from diffusion.preparation.config import CaptionerConfig, CaptionMode, Engine, PrepareConfig
 from diffusion.preparation.engine import Workers, progress_bar, run, visible_gpus
@@ -131,7 +134,6 @@ def score(config: PrepareConfig, scan: Scan, *, workers: Workers, progress: bool
         _run_missing(step, scan, workers, progress)
         if isinstance(plugin, CaptionerConfig):
             captions = identity
-            clear_folders(config.out, ANSWERS)
 
 
 def _run_missing(step: _Step, scan: Scan, workers: Workers, progress: bool) -> None:
@@ -310,30 +312,39 @@ class _Worker:
     def _answered(
         self, task: tuple[Source, Partition], rows: list[dict[str, Any]], chosen: Sequence[int]
     ) -> Iterator[tuple[int, Answer]]:
-        """Yield a server's answers for the chosen rows; it is not asked again for those in the journal."""
-        journal = self._journal(task[1].number)
-        known, identities = journal.read(), {i: journal.identify(rows[i]) for i in chosen}
-        missing = [i for i in chosen if identities[i] not in known]
-        yield from ((i, known[identities[i]]) for i in chosen if identities[i] in known)
-        images = ((i, image, rows[i]["captions"] or []) for i, image in self._decoded(task, rows, missing))
+        """Yield a server's answers for the chosen rows; it is not asked again for those in the journal.
+
+        It is asked once for rows of one request. The first of them has the costs.
+        """
+        journal, numbers = self._journal(task[1].number), dict[str, list[int]]()
+        for i in chosen:
+            numbers.setdefault(journal.identify(rows[i]), []).append(i)
+        known = journal.read(numbers)
+        missing = {first: identity for identity, (first, *_) in numbers.items() if identity not in known}
+
+        def spread(identity: str, answer: Answer) -> Iterator[tuple[int, Answer]]:
+            first, *copies = numbers[identity]
+            yield first, answer
+            yield from ((i, replace(answer, **dict.fromkeys((*COUNTS, "dollars"), 0))) for i in copies)
+
+        for identity, answer in known.items():
+            yield from spread(identity, answer)
+        images = ((i, image, rows[i]["captions"] or []) for i, image in self._decoded(task, rows, [*missing]))
         try:
             for i, answer in self._plugin.stream(images, self._has_captions):
-                journal.add(identities[i], answer)
+                journal.add(missing[i], answer, *image_hashes(rows[i]))
                 self._answers.update(count_answer(answer))
-                yield i, answer
+                yield from spread(missing[i], answer)
         finally:
             journal.flush()
 
     def _has_captions(self) -> bool:
-        """Look for captions of the server in the finished parts, and in the journals of the others."""
+        """Look for captions of the server in the finished parts, and in the journals."""
         for number in sorted(part_numbers(self._step.folder)):
             column = read_table(storage.join(self._step.folder, part_name(number)), [GENERATED_CAPTIONS])[0]
             if column.null_count < len(column):
                 return True
-        names = storage.list_files(storage.join(self._step.out, ANSWERS))
-        numbers = sorted({int(name.partition("/")[0].removesuffix(".jsonl")) for name in names})
-        journals = (self._journal(number).read() for number in numbers)
-        return any(answer.outcome is Outcome.captioned for found in journals for answer in found.values())
+        return any(answer.outcome is Outcome.captioned for _, answer in read_answers(self._step.out))
 
     def _results(
         self, task: tuple[Source, Partition], rows: list[dict[str, Any]], chosen: Sequence[int]

@@ -41,6 +41,7 @@ from diffusion.formats.shards import (
     shards_with_indices,
     write_index,
 )
+from diffusion.preparation.chat_captions import erase_answers
 from diffusion.preparation.layout import part_name, part_numbers, positions_name, read_table, write_table
 from diffusion.preparation.metadata import key_hash, removal_hash, removed_row
 from diffusion.preparation.output import claim, clear_folders, clear_result
@@ -99,6 +100,7 @@ def reject_scanned(dataset: str, keys: Collection[str]) -> None:
     """
     rows = _find_keys(dataset, set(keys))
     add_removed(dataset, [*map(removal_hash, keys), *_hashes_of(rows)])
+    erase_answers(dataset)
     if rows:
         clear_result(dataset)
         _reject_rows(dataset, rows, erase=True)
@@ -245,6 +247,7 @@ class _Prepared:
         # Left by a killed comparison; and selections whose examples may name the images.
         clear_folders(uri, data_set.REREAD, data_set.PACKED)
         _erase_listings(uri)
+        erase_answers(uri)
         has_report = storage.exists(storage.join(uri, data_set.REPORT_PAGE))
         storage.delete(storage.join(uri, name) for name in (data_set.REPORT_PAGE, data_set.REPORT_NUMBERS))
         count = sum(_erase_task(uri, task, rows) for task in self._tasks_of(rows))
@@ -367,7 +370,6 @@ def _erase_listings(dataset: str) -> None:
         kept = [item for item in items if removal_hash(key_of_item(names[number], item)) not in removed]
         if len(kept) < len(items):
             write_table(uri, pa.table({"item": pa.array(kept, pa.string())}))
-    clear_folders(dataset, data_set.ANSWERS)  # Of partitions that are not captioned yet.
 
 
 def _change_rows(uri: str, rows: Iterable[int], change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:

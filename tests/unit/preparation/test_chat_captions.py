@@ -14,7 +14,7 @@ from diffusion.chat import Reply
 from diffusion.config.fields import section_problems
 from diffusion.config.loading import from_dict
 from diffusion.errors import ConfigurationError, DataError, UnavailableError
-from diffusion.preparation.chat_captions import Answer, ChatCaptioner, Journal, Outcome, read_reply
+from diffusion.preparation.chat_captions import Answer, ChatCaptioner, Journal, Outcome, read_reply, restore_answers
 from diffusion.preparation.config import CaptionerConfig, ChatCaptionsConfig, PrepareConfig
 from diffusion.preparation.engine import Workers
 from diffusion.preparation.layout import part_name
@@ -230,6 +230,8 @@ def test_journal_rows_of_another_form_are_no_answers(tmp_path):
                     {"id": "b", "outcome": "captioned", "texts": [], **numbers, "requests": 2**70}):  # fmt: skip
             file.write(json.dumps(row) + "\n")
     assert {*journal.read()} == {"a"}
+    restore_answers(str(tmp_path), [0])
+    assert {*Journal(str(tmp_path), 1, 1).read()} == {"a"}, "partitions may be numbered anew"
 
 
 def test_a_server_that_is_gone_for_a_while_loses_no_image():
@@ -293,7 +295,7 @@ def test_parts_hold_answers_and_unfinished_ones_a_journal(tmp_path):
         assert len(server.requests) == 6 + 2
         white.write_bytes(content)
         run(data, server.url)
-        assert (len(server.requests), list(data.out.glob("answers"))) == (6 + 3, [])
+        assert (len(server.requests), list(data.out.glob("answers/*"))) == (6 + 3, [])
         run(data, f"{server.url}/")
         assert len(server.requests) == 9, "the address does not determine the data"
         with pytest.raises(DataError, match=r"captions of toy/describer .*words: \[12, 50, 150\], not \[9\]"):
@@ -309,8 +311,12 @@ def test_parts_hold_answers_and_unfinished_ones_a_journal(tmp_path):
 def test_answers_in_an_object_store_are_gathered(monkeypatch):
     objects: dict[str, bytes] = {}
     monkeypatch.setattr(storage, "write", objects.__setitem__)
-    monkeypatch.setattr(storage, "list_files", lambda folder: [name.rpartition("/")[2] for name in objects])
-    monkeypatch.setattr(storage, "download", lambda uri, path: path.write_bytes(objects[uri]))
+    monkeypatch.setattr(
+        storage, "list_files", lambda uri: [name.removeprefix(f"{uri}/") for name in objects if name.startswith(uri)]
+    )
+    monkeypatch.setattr(
+        storage, "download", lambda uri, path: path.parent.mkdir(exist_ok=True) or path.write_bytes(objects[uri])
+    )
     monkeypatch.setattr(storage, "delete", lambda uris: [objects.pop(uri) for uri in uris])
     numbers = {"requests": 1, "failures": 0, "prompt_tokens": 1, "completion_tokens": 1, "dollars": None}
     answers = {name: Answer(texts=[name], outcome=Outcome.captioned, **numbers) for name in "abc"}

@@ -1,5 +1,6 @@
 """Ingestion: what a data set grows by, in this process."""
 
+import contextlib
 import json
 import os
 import time
@@ -20,6 +21,7 @@ from diffusion.preparation.config import CaptionerConfig, PrepareConfig
 from diffusion.preparation.ingest import Ingestion, find_failing, find_missing, list_arrivals
 from diffusion.preparation.notifications import Message, Queue, parse_event
 from diffusion.preparation.output import claim
+from diffusion.preparation.prepare import discard_unfinished
 from diffusion.preparation.scan import open_configured
 from diffusion.preparation.score import score
 from diffusion.preparation.sources.base import size_of_partitions
@@ -391,26 +393,84 @@ def test_other_settings_discard_no_growth(tmp_path, monkeypatch):
     assert tree(out) == before
 
 
+def asking_ingestion_of(source, out, server) -> Ingestion:
+    ingestion = ingestion_of(source, out)
+    chat = {"model": MODEL, "server": {"url": server.url}}
+    ingestion._config.captioner = from_dict(CaptionerConfig, {"chat": chat}, "test")
+    return ingestion
+
+
 @pytest.mark.usefixtures("denied")
-def test_a_growth_that_is_begun_again_asks_no_server_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["images", "tars"])
+def test_a_growth_that_is_begun_again_asks_no_server_again(tmp_path, monkeypatch, kind):
     source, out = tmp_path / "set", tmp_path / "out"
-    write_folder(source, 3)
+    source.mkdir()
+
+    def upload(start):
+        if kind == "images":
+            write_folder(source, 3, start=start)
+        else:
+            for number in range(start, start + 3):
+                write_tar(source / f"{number:04}.tar", sample("a", noise(40, 35, number), b"x"))
 
     def score_and_delete(*arguments, **options):
         score(*arguments, **options)
-        (source / "0012.png").unlink(missing_ok=True)
+        for path in source.glob("0010.[pt][na][gr]"):
+            path.unlink()
 
     with chat_server() as server:
-        ingestion = ingestion_of(source, out)
-        chat = {"model": MODEL, "server": {"url": server.url}}
-        ingestion._config.captioner = from_dict(CaptionerConfig, {"chat": chat}, "test")
+        upload(0)
+        ingestion = asking_ingestion_of(source, out, server)
         ingestion.grow()
-        write_folder(source, 3, start=10)
+        upload(10)
         monkeypatch.setattr("diffusion.preparation.prepare.score", score_and_delete)
         ingestion.grow()
     manifest = PreparedManifest.read(str(out))
     assert [one.kept for one in manifest.generations] == [3, 2]
     assert set(server.asked.values()) == {1}
+    assert not (out / "answers").exists()
+
+
+@pytest.mark.parametrize(("num", "is_before"), [(0, True), (3, False)])
+def test_captions_survive_a_kill_before_or_after_the_scan_forgets_them(tmp_path, monkeypatch, num, is_before):
+    source, out = tmp_path / "set", tmp_path / "out"
+    source.mkdir()
+    with chat_server() as server:
+        if num:
+            write_folder(source, num)
+            asking_ingestion_of(source, out, server).grow()
+        write_folder(source, 3, start=10)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("diffusion.preparation.prepare.write", Mock(side_effect=KeyboardInterrupt))
+            asking_ingestion_of(source, out, server).grow()
+        (source / "0010.png").unlink()
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            if is_before:
+                patch.setattr("diffusion.preparation.scan.Scan.write", Mock(side_effect=KeyboardInterrupt))
+            discard_unfinished(str(out))
+        ingestion = asking_ingestion_of(source, out, server)
+        ingestion.complete()
+        ingestion.grow()
+    assert PreparedManifest.read(str(out)).kept == num + 2
+    assert set(server.asked.values()) == {1}
+
+
+def test_an_image_of_a_discarded_growth_is_erased(tmp_path, monkeypatch):
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 3)
+    with chat_server() as server:
+        asking_ingestion_of(source, out, server).grow()
+        write_folder(source, 2, start=10)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("diffusion.preparation.prepare.write", Mock(side_effect=KeyboardInterrupt))
+            asking_ingestion_of(source, out, server).grow()
+    table = pq.read_table(out / "metadata" / "000001.parquet").to_pylist()
+    captions = pq.read_table(out / "scores" / "captions" / "000001.parquet")["captions"].to_pylist()
+    texts = {row["key"]: listed[-1] for row, listed in zip(table, captions, strict=True)}
+    discard_unfinished(str(out))
+    take_down(str(out), ["set/0010.png"], erase=True)
+    found = b"".join(tree(out / "answers").values()).decode()
+    assert [key for key, text in texts.items() if text in found] == ["set/0011.png"]
 
 
 def write_table(path, column, seed):

@@ -12,6 +12,7 @@ import zlib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pyarrow as pa
@@ -39,8 +40,9 @@ from diffusion.preparation.engine import run
 from diffusion.preparation.prepare import _settings, explain_selection
 from diffusion.preparation.prepare import prepare as prepare_from_config
 from diffusion.preparation.records import NothingKeptError
-from diffusion.preparation.takedown import take_down
+from diffusion.preparation.takedown import reject_scanned, take_down
 from diffusion.preparation.write import COLUMNS
+from tests.tools.chat_server import MODEL, chat_server
 from tests.tools.image_files import encode, noise, sample, tree, write_folder, write_tar
 from tests.tools.preparing import prepare, read_samples
 from tests.tools.scored_data import CALLS
@@ -434,6 +436,54 @@ def test_scores_survive_an_overwrite(tmp_path):
     for edge in (16, 34):
         prepare([tmp_path / "set"], tmp_path / "out", edges=[edge], scorers=scorers, overwrite=True)
     assert sum(map(len, CALLS)) == 4
+
+
+def captioner_of(server) -> CaptionerConfig:
+    chat = {"model": MODEL, "server": {"url": server.url, "concurrency": 1}}
+    return from_dict(CaptionerConfig, {"chat": chat}, "test")
+
+
+def test_answers_survive_a_removal_of_other_images(tmp_path):
+    write_folder(tmp_path / "set", 8)
+    removed = tmp_path / "removed.txt"
+    removed.write_text("set/0001.png\n")
+    with chat_server() as server:
+        server.behaviour = lambda image, number: "403" if len(server.requests) > 5 else ""
+        options: dict[str, Any] = {"edges": [16], "captioner": captioner_of(server)}
+        with pytest.raises(ConfigurationError, match="403"):
+            prepare([tmp_path / "set"], tmp_path / "out", **options)
+        journal, server.behaviour = tmp_path / "out" / "answers" / "000000.jsonl", lambda image, number: ""
+        for keys in (set(), {"set/0001.png"}):
+            reject_scanned(str(tmp_path / "out"), keys)
+            assert len(journal.read_text().splitlines()) == 5 - len(keys)
+        assert prepare([tmp_path / "set"], tmp_path / "out", removed=removed, **options).kept == 7
+    assert len(server.requests) == 8 + 1, "the sixth answer was 403"
+
+
+def test_answers_survive_a_change_of_other_images(tmp_path):
+    write_folder(tmp_path / "set", 5)
+    with chat_server() as server:
+        options: dict[str, Any] = {"edges": [16], "partition_size": 3, "captioner": captioner_of(server)}
+        prepare([tmp_path / "set"], tmp_path / "out", **options)
+        (tmp_path / "set" / "0001.png").write_bytes(noise(40, 35, 99))
+        (tmp_path / "set" / "0002.png").unlink()
+        with pytest.raises(DataError, match="--overwrite"):
+            prepare([tmp_path / "set"], tmp_path / "out", **options)
+        assert prepare([tmp_path / "set"], tmp_path / "out", overwrite=True, **options).kept == 4
+        assert len(server.requests) == 5 + 1
+        with pytest.raises(DataError, match="captions of toy/describer"):
+            prepare([tmp_path / "set"], tmp_path / "out", overwrite=True, **{**options, "partition_size": 2})
+
+
+def test_a_server_is_asked_once_for_equal_images(tmp_path):
+    for name in "abc":
+        write_folder(tmp_path / "set" / name, 2)
+    with chat_server() as server:
+        prepare([tmp_path / "set"], tmp_path / "out", edges=[16], captioner=captioner_of(server))
+    assert len(server.requests) == 2
+    rows = pq.read_table(tmp_path / "out" / "scores" / "captions").to_pylist()
+    assert Counter(row["captions"][-1] for row in rows).most_common(2)[1][1] == 3
+    assert sum(row["answers"]["requests"] for row in rows) == 2
 
 
 def test_scorers_that_change_while_shards_are_written(tmp_path, monkeypatch):
