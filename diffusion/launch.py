@@ -115,9 +115,8 @@ class CommandParser(argparse.ArgumentParser):
         found, rest = super().parse_known_args(args, namespace)
         values = [value if isinstance(value, list) else [value] for value in vars(found).values()]
         named = [one for value in values for one in value if isinstance(one, str | Path)]
-        paths = [Path(one).resolve() for one in named]
         for one in named:
-            if isinstance(one, OutputFile) and paths.count(one.resolve()) > 1:
+            if isinstance(one, OutputFile) and sum(Path(other).resolve() == one.resolve() for other in named) > 1:
                 self.error(f"{one} is given twice, and would be overwritten: choose another file to write")
         return found, rest
 

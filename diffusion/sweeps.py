@@ -120,7 +120,7 @@ def choose_values(sweep: Sweep, seed: int) -> list[dict[str, Any]]:
         points = [dict(zip(parameters, values, strict=True)) for values in itertools.product(*choices)]
         if len(points) > sweep.get("run_cap", len(points)):
             raise ConfigurationError(
-                f"run_cap is {sweep['run_cap']}, but the grid has {len(points)} points: remove one"
+                f"run_cap is {sweep['run_cap']}, but the grid has {len(points)}: remove it, or set method: random"
             )
         return points
     if "run_cap" not in sweep:

@@ -259,10 +259,8 @@ class Supervisor:
                 condition = now
                 self.events.add(EventKind.slow_data if now is Condition.slow_data else EventKind.data_came, reason)
             self._wait(timeouts.POLL)
-        is_rejected = code == USER_ERROR_EXIT_CODE and all(
-            one.phase is not Phase.ended for one in read_heartbeats(self.heartbeats)
-        )
-        if is_rejected and self._ranks():  # The job ended before its first heartbeat.
+        have_ended = any(one.phase is Phase.ended for one in read_heartbeats(self.heartbeats))
+        if code == USER_ERROR_EXIT_CODE and not have_ended and self._ranks():  # It ended before its first heartbeat.
             return self._other_start()
         _, stragglers = psutil.wait_procs(processes.tree(self._ranks()), timeout=timeouts.STRAGGLERS)
         processes.kill(stragglers)
@@ -270,9 +268,8 @@ class Supervisor:
         return replace(ending, is_growing=is_growing)
 
     def _other_start(self) -> Ending:
-        """Ending of a job while the ranks of a start by another command are at work."""
-        reason = f"another start of {self.run_folder} is running"
-        return Ending(code=USER_ERROR_EXIT_CODE, reason=reason, is_lasting=True)
+        """Return the ending of a job while ranks of another start are running."""
+        return Ending(code=USER_ERROR_EXIT_CODE, reason=f"another start of {self.run_folder} is running")
 
     def _end_hang(self, job: subprocess.Popen, heartbeats: Sequence[HeartbeatRecord], reason: str) -> Ending:
         """Write the stack traces of the ranks and kill the job."""

@@ -431,8 +431,8 @@ def format_budgets(budgets: Sequence[Budget], failures: Failures) -> str:
     }
     parts = [f"{title}\n{table}\n" for title, rows in tables.items() if (table := _table(rows))]
     notes = f"""Assumed
-  - Images per second at other resolutions and of other networks go by floating-point operations. A step takes at least
-    the time in which the host queued one of the measured network.
+  - Images per second at other resolutions and of other networks go by floating-point operations. On a measured fleet,
+    a step takes at least the time in which the host queued one of the measured network.
   - Interval of checkpoints: for one failure in {failures.gpu_hours_between:,.0f} GPU-hours and stalls of \
 {failures.save_seconds:g} s.
   - Storage: data and kept checkpoints, for the days of each run. Egress: of runs with data.remote, each sample once

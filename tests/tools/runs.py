@@ -1,4 +1,4 @@
-"""What tests ask of runs: a signal at a step, and afterwards their losses, weights and states."""
+"""Runs in tests: a signal at a step, and afterwards their losses, weights and states."""
 
 from collections.abc import Mapping
 from pathlib import Path
