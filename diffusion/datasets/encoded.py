@@ -8,7 +8,7 @@ from diffusion.config.data import ImageSize
 from diffusion.datasets.streams import Files, find_manifest
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
-from diffusion.formats.data_set import ENCODED
+from diffusion.formats.data_set import ENCODED, check_folder
 from diffusion.storage import Access, shown
 
 VERSION = 1
@@ -84,6 +84,9 @@ class EncodedManifest:
                 f"{where} was encoded by another version of this package (format {content.get('version')}, this one "
                 f"reads {VERSION}): run scripts/encode.py again"
             )
+        for split, buckets in content["counts"].items():
+            for bucket in buckets:
+                check_folder(f"{split}/{bucket}")
         return cls(**content)
 
 

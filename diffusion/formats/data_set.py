@@ -19,6 +19,14 @@ from diffusion.storage import MissingFileError
 SPLITS = TRAIN, VALIDATION = "train", "validation"
 """Folders of the shards, an MDS folder per bucket: `<split>/<bucket>`."""
 
+_FOLDER = re.compile(rf"({'|'.join(SPLITS)})/\w[\w.-]*")
+
+_OWN_FILE = re.compile(
+    r"shard\..+|[0-9a-f-]+(-kept)?\.(parquet|jsonl?)|(index|_identities|selections|encoding)\.json"
+    rf"|({'|'.join(SPLITS)})\..+\.json|\..+\{PARTIAL}"
+)
+"""Names of the files that a writer deletes: a folder of a data set may be a link to other files."""
+
 # By prepare and encode, at the end
 
 MANIFEST = "manifest.json"
@@ -210,7 +218,11 @@ class PreparedManifest:
                     for reason, entry in values["rejected"].items()
                 },
                 splits={
-                    split: {name: BucketEntry(**entry) for name, entry in buckets.items()}
+                    split: {
+                        name: BucketEntry(**entry)
+                        for name, entry in buckets.items()
+                        if check_folder(f"{split}/{name}")
+                    }
                     for split, buckets in values["splits"].items()
                 },
                 generations=[Generation(**entry) for entry in values.get("generations", [])],
@@ -223,6 +235,18 @@ def read_kind(dataset: str) -> str | None:
     """Read the kind of a finished data set, `prepared` or `encoded`; None without a manifest."""
     manifest = storage.read_json(storage.join(dataset, MANIFEST), None)
     return manifest if manifest is None else str(manifest.get("kind") if isinstance(manifest, dict) else None)
+
+
+def check_folder(folder: str) -> str:
+    """Return `<split>/<bucket>`, as another writer may have stored it; a DataError for another path."""
+    if not _FOLDER.fullmatch(folder):
+        raise DataError(f"the data set names the folder {folder!a}, which is no <split>/<bucket>: do not use it")
+    return folder
+
+
+def list_own_files(folder: str) -> list[str]:
+    """List the files below a folder of a data set that a writer may delete: by their names below it."""
+    return [name for name in storage.list_files(folder) if _OWN_FILE.fullmatch(name.rpartition("/")[2])]
 
 
 def folder_order(folder: str) -> tuple[str, list[int]]:
@@ -258,7 +282,7 @@ def add_marks(dataset: str, file: str, marks: Iterable[tuple[str, Iterable[int]]
 def delete_unnamed(
     dataset: str, shards: Mapping[str, Iterable[Shard]], is_spared: Callable[[str], bool] = lambda _: False
 ) -> None:
-    """Delete what killed runs left in a data set: unfinished files, and files of the splits that no index names.
+    """Delete what killed runs left in a data set: unfinished files, shards and indexes that no index names.
 
     `shards` are those in the index of each `<split>/<bucket>`. Shards whose names `is_spared` chooses stay.
     """
@@ -267,10 +291,10 @@ def delete_unnamed(
 
     # Splits and buckets may be links, which a listing follows only where it begins.
     folders = dict.fromkeys((*SPLITS, *shards))
-    found = {f"{folder}/{name}" for folder in folders for name in storage.list_files(storage.join(dataset, folder))}
+    found = {f"{folder}/{name}" for folder in folders for name in list_own_files(storage.join(dataset, folder))}
     left = [
         name
-        for name in found - named - shards.keys()
+        for name in found - named
         if not (name.rpartition("/")[2].startswith("shard.") and is_spared(name))
     ]
     indexes_first = sorted(left, key=lambda name: (not name.endswith(INDEX), name))  # So that no rest looks whole.

@@ -76,10 +76,10 @@ def protect_answers(out: str, difference: str) -> None:
 
 
 def clear_folders(out: str, *names: str) -> None:
-    """Remove folders of a data set with their files."""
+    """Remove folders of a data set; of one that is a link, the files of the data set."""
     for name in names:
         folder = storage.join(out, name)
-        storage.delete(storage.join(folder, file) for file in storage.list_files(folder))
+        storage.delete(storage.join(folder, file) for file in data_set.list_own_files(folder))
         if not storage.is_url(out):
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import xxhash
 
 from diffusion import storage
-from diffusion.formats.data_set import PACKED
+from diffusion.formats.data_set import PACKED, list_own_files
 
 
 class Pack(NamedTuple):
@@ -30,7 +30,7 @@ class Packs:
 
     def __init__(self, out: str, kind: str, identities: Sequence[str]) -> None:
         self._folder, self._identities = storage.join(PACKED, kind), identities
-        self._out, self._there = out, storage.list_files(storage.join(out, self._folder))
+        self._out, self._there = out, list_own_files(storage.join(out, self._folder))
         bounds = {tuple(map(int, name.split("-")[:2])) for name in self._there if re.match(r"\d+-\d+-\w+\.", name)}
         self.packs: list[Pack] = []
         for first, stop in sorted(bounds, key=lambda one: (one[0], -one[1])):

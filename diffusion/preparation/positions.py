@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from diffusion import storage
-from diffusion.formats.data_set import POSITIONS
+from diffusion.formats.data_set import POSITIONS, check_folder
 from diffusion.formats.shards import SampleDecoder, Shard, read_shard
 from diffusion.preparation.layout import positions_name, read_schema, read_table, write_table
 from diffusion.preparation.metadata import key_hash
@@ -48,7 +48,8 @@ def shards_as_metadata(shards: Iterable[TaskShard]) -> dict[str, str]:
 
 def shards_of_metadata(metadata: Mapping[bytes, bytes]) -> list[TaskShard]:
     """Return the shards of a task from the metadata of the file of its positions."""
-    return [(f"{one['split']}/{one['bucket']}", Shard.of(one["entry"])) for one in json.loads(metadata[b"entries"])]
+    entries = json.loads(metadata[b"entries"])
+    return [(check_folder(f"{one['split']}/{one['bucket']}"), Shard.of(one["entry"])) for one in entries]
 
 
 def read_task_shards(out: str, tasks: Iterable[int]) -> Iterator[list[TaskShard]]:

@@ -30,7 +30,15 @@ from numpy.typing import NDArray
 from diffusion import storage
 from diffusion.errors import DataError, UserError
 from diffusion.formats import data_set
-from diffusion.formats.data_set import PreparedManifest, add_marks, delete_unnamed, read_kind, read_marks, read_splits
+from diffusion.formats.data_set import (
+    PreparedManifest,
+    add_marks,
+    check_folder,
+    delete_unnamed,
+    read_kind,
+    read_marks,
+    read_splits,
+)
 from diffusion.formats.shards import (
     SampleDecoder,
     Shard,
@@ -435,7 +443,7 @@ class _Encoded:
     def __init__(self, uri: str) -> None:
         self._uri = uri
         counts = storage.read_json(storage.join(uri, data_set.MANIFEST))["counts"]
-        folders = [f"{split}/{bucket}" for split, buckets in counts.items() for bucket in buckets]
+        folders = [check_folder(f"{split}/{bucket}") for split, buckets in counts.items() for bucket in buckets]
         self._shards = {folder: read_shards(storage.join(uri, folder)) for folder in folders}
 
     def find(self, keys: Mapping[int, str]) -> list[_Sample]:

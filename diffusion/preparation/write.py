@@ -42,6 +42,7 @@ from diffusion.formats.data_set import (
     PreparedManifest,
     RejectedEntry,
     SourceEntry,
+    check_folder,
     delete_unnamed,
     folder_order,
     read_splits,
@@ -324,7 +325,7 @@ class _Writer:
         images = source.images(partition, [Location(**{name: row[name] for name in LOCATION}) for row in rows])
         for one, row in zip(kept, rows, strict=True):
             sample = encode_sample(self._columns(row, _next_image(images, row)), COLUMNS)
-            folder = f"{one['split']}/{one['bucket']}"
+            folder = check_folder(f"{one['split']}/{one['bucket']}")
             yield _Sample(folder, one["order"], row["key"], part, one["row"], len(sample), shards.pool.put(sample))
 
     def _metadata(self, part: int, rows: Sequence[int]) -> list[dict[str, Any]]:

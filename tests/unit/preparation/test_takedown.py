@@ -1,3 +1,4 @@
+import contextlib
 import copy
 import json
 import shutil
@@ -17,6 +18,7 @@ from diffusion.formats.shards import read_index
 from diffusion.preparation import takedown
 from diffusion.preparation.config import DuplicatesConfig, ScorerConfig
 from diffusion.preparation.metadata import removal_hash, removed_row
+from diffusion.preparation.output import clear
 from diffusion.preparation.removed import Removed, add_removed, read_keys
 from diffusion.preparation.takedown import take_down
 from tests.tools.image_files import encode, noise, tree, write_folder
@@ -313,6 +315,32 @@ def test_folders_that_are_links(tmp_path, folder):
     assert prepare([source], out, edges=[16], scorers=scorers).kept == 6
     assert sum(map(len, read_samples(out).values())) == 6
     assert (out / folder).is_symlink()
+
+
+@pytest.mark.parametrize("where", ["positions", "manifest", "link"])
+def test_files_outside_of_a_data_set_stay(data, tmp_path, where):
+    """Of a data set that someone else has made, and that names or links folders outside of it."""
+    victim, out = tmp_path / "photos", Path(data.out)
+    if where == "link":
+        (out / "validation").rename(victim)
+        (out / "validation").symlink_to(victim)
+    victim.mkdir(exist_ok=True)
+    (victim / "photo.png").write_bytes(b"")
+    if where == "manifest":
+        manifest = json.loads((out / "manifest.json").read_text())
+        manifest["splits"][".."] = {"photos": next(iter(manifest["splits"]["train"].values()))}
+        write_json(out / "manifest.json", manifest)
+    elif where == "positions":
+        table = pq.read_table(out / "positions" / "00000.parquet")
+        entries = json.loads(table.schema.metadata[b"entries"])
+        entries.append({**entries[0], "split": "..", "bucket": "photos", "entry": {**entries[0]["entry"], "samples": 0}})
+        table = table.replace_schema_metadata({"entries": json.dumps(entries)})
+        pq.write_table(table, out / "positions" / "00000.parquet")
+    with contextlib.nullcontext() if where == "link" else pytest.raises(DataError, match="photos"):
+        take_down(data.out, {data.key(TAKEN)}, erase=True)
+    clear(data.out)
+    assert [path.name for path in victim.rglob("*") if path.is_file()] == ["photo.png"]
+    assert not (out / "train").exists()
 
 
 @pytest.mark.parametrize("near", [False, True])
