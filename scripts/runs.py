@@ -3,7 +3,7 @@
     python scripts/runs.py list [FOLDER ...]                  status and costs of each run
     python scripts/runs.py show RUN                           time of a run by activity
     python scripts/runs.py stop RUN                           save and end
-    python scripts/runs.py resume RUN [key.sub=value ...]     restart under its supervisor, with its last command
+    python scripts/runs.py resume RUN [key.sub=value ...] [--yes]     restart under its supervisor, with its last command
     python scripts/runs.py costs RUN [--storage-price P] [--egress-price P]     GPU time, storage, traffic; its budget
     python scripts/runs.py inventory ROOT ... [--runs FOLDER ...]               data, checkpoints, caches; who uses them
     python scripts/runs.py prune FOLDER ... [--keep N] [--yes]
@@ -14,7 +14,9 @@ them; never those of a running run.
 
 import argparse
 import os
+import shlex
 import sys
+from collections import Counter
 from pathlib import Path
 
 from diffusion.errors import ConfigurationError, MachineError, UserError
@@ -32,6 +34,7 @@ def parse_arguments() -> argparse.Namespace:
     resume = commands.add_parser("resume", help="restart under its supervisor")
     resume.add_argument("run", type=Path)
     resume.add_argument("overrides", nargs="*", metavar="key.sub=value", help="added to its last command")
+    resume.add_argument("--yes", action="store_true", help="run the command of a folder that was moved or copied")
     costs = commands.add_parser(
         "costs", help="GPU time, storage and traffic in dollars, and whether the budget suffices"
     )
@@ -88,8 +91,9 @@ def stop(run: Path) -> None:
     print(f"SIGTERM to {', '.join(map(str, pids))}: the run saves first; `list` shows its end")
 
 
-def resume(run: Path, overrides: list[str]) -> None:
-    """Become the supervisor of a run."""
+def resume(run: Path, overrides: list[str], *, is_confirmed: bool = False) -> None:
+    """Become the supervisor of a run; of one that was moved or copied, if the user has confirmed its command."""
+    from diffusion.config.secrets import redact_arguments
     from diffusion.formats.run_folder import read_config
     from diffusion.operations.runs import is_running, read_supervisor
 
@@ -103,10 +107,15 @@ def resume(run: Path, overrides: list[str]) -> None:
         )
     trained = Path(supervisor.folder, Path(read_config(run).output_folder).expanduser())
     is_named = any(override.startswith("output_folder=") for override in overrides)
-    if trained.resolve() != run.resolve() and not is_named:
+    command = shlex.join(redact_arguments(["supervise.py", *supervisor.arguments, *overrides]))
+    command = command.encode("unicode_escape").decode()  # It may be someone else's.
+    is_here = Path(supervisor.folder).is_absolute() and trained.resolve() == run.resolve()
+    if not is_here and not (is_named and is_confirmed):
         raise ConfigurationError(
-            f"{run} was moved or copied: its command trains {trained}. Give output_folder={run.resolve()}, too"
+            f"{run} was moved or copied: its command trains {trained}. Give output_folder={run.resolve()}, too, and "
+            f"--yes if you know the command, which is run as it stands there: {command}"
         )
+    print(command, flush=True)
     program = Path(__file__).resolve().with_name("supervise.py")
     try:
         os.chdir(supervisor.folder)
@@ -172,6 +181,7 @@ def prune(folders: list[Path], keep: int | None, *, is_confirmed: bool) -> None:
     from diffusion.config.fields import size_text
     from diffusion.formats.run_folder import find_runs, read_config
     from diffusion.operations.pruning import find_superseded, initial_checkpoint, may_be, num_bytes, remove
+    from diffusion.operations.runs import checkpoints_of
 
     configs = {}
     for run in find_runs(folders):
@@ -180,9 +190,13 @@ def prune(folders: list[Path], keep: int | None, *, is_confirmed: bool) -> None:
         except UserError as error:
             print(f"{run}  is skipped: {error}")
     beginnings = {initial_checkpoint(run, config) for run, config in configs.items()}
+    locations = {run: os.path.realpath(checkpoints_of(run, config)) for run, config in configs.items()}
+    users = Counter({run.resolve(): location for run, location in locations.items()}.values())
     num_removed = size = 0
     for run, config in configs.items():
         try:
+            if users[locations[run]] > 1:
+                raise ConfigurationError(f"another run has its checkpoints in {locations[run]}, too")
             for checkpoint in find_superseded(run, config, keep):
                 if any(may_be(one, str(checkpoint)) for one in beginnings):
                     print(f"{checkpoint}  stays: another run began with it")
@@ -207,7 +221,7 @@ def main() -> None:
     elif options.action == "stop":
         stop(options.run)
     elif options.action == "resume":
-        resume(options.run, options.overrides)
+        resume(options.run, options.overrides, is_confirmed=options.yes)
     elif options.action == "costs":
         prices = {name: getattr(options, name) for name in ("gpu_price", "storage_price", "egress_price")}
         show_costs(options.run, **prices)

@@ -8,7 +8,7 @@ from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoint, Remot
 from diffusion.config.checks import steps_of
 from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError, MachineError
-from diffusion.formats.run_folder import LEASE, read_request
+from diffusion.formats.run_folder import LEASE, is_run, read_request
 from diffusion.operations.lease import active_holder
 from diffusion.operations.runs import absolute, checkpoints_of, is_running, read_supervisor
 from diffusion.storage import is_url, join
@@ -38,8 +38,8 @@ def find_superseded(run: Path, config: Config, num_kept: int | None) -> list[Pat
     The newest `num_kept` whole ones (None: `trainer.keep_checkpoints`) stay beside those of `trainer.keep_every`.
 
     Raises:
-        UserError: the run is running, keeps all, or has its checkpoints in an unknown folder; or the store cannot be
-            read.
+        UserError: the run is running, keeps all, or has its checkpoints in an unknown folder, or in that of another
+            run; or the store cannot be read.
     """
     settings, location = config.trainer, checkpoints_of(run, config)
     num_kept = settings.keep_checkpoints if num_kept is None else num_kept
@@ -50,6 +50,10 @@ def find_superseded(run: Path, config: Config, num_kept: int | None) -> list[Pat
             f"trainer.checkpoint_folder is {settings.checkpoint_folder}, and the folder in which the run was started "
             "is not known"
         )
+    folder = Path(location).resolve()
+    owner = None if is_url(location) else next(filter(is_run, (folder, *folder.parents)), None)
+    if owner not in (None, run.resolve()):
+        raise ConfigurationError(f"its checkpoints are in {location}, a folder of the run {owner}")
     if is_running(run) or active_holder(join(location, LEASE) if is_url(location) else Path(location, LEASE)):
         raise MachineError("it is running")
     if (rollback := read_request(run)) is not None:

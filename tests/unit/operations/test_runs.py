@@ -217,7 +217,7 @@ def test_a_run_goes_on_with_the_command_of_its_supervisor(tmp_path, monkeypatch)
         runs_command.resume(run, [])
 
 
-def test_a_copy_of_a_run_does_not_go_on_in_the_original(tmp_path, monkeypatch):
+def test_a_copy_of_a_run_does_not_go_on_in_the_original(tmp_path, monkeypatch, capsys):
     write_run(tmp_path / "run")
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     os.close(supervise(tmp_path / "copy", os.getpid(), ["--", "composer", "run.py", "a.yaml"]))
@@ -226,8 +226,21 @@ def test_a_copy_of_a_run_does_not_go_on_in_the_original(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigurationError, match=f"trains {tmp_path}/run"):
         runs_command.resume(Path("copy"), [])
-    runs_command.resume(Path("copy"), [f"output_folder={tmp_path}/copy"])
+    with pytest.raises(ConfigurationError, match=r"composer run\.py a\.yaml"):
+        runs_command.resume(Path("copy"), [f"output_folder={tmp_path}/copy"])
+    runs_command.resume(Path("copy"), [f"output_folder={tmp_path}/copy"], is_confirmed=True)
     assert len(called) == 1
+    assert "composer run.py a.yaml" in capsys.readouterr().out
+
+
+def test_a_command_of_someone_else_is_not_run(tmp_path, monkeypatch):
+    write_run(tmp_path / "run", "output_folder=run")
+    record = {"pid": 1, "host": "x", "time": 0, "folder": ".", "arguments": ["--", "touch", "file", "a.yaml"]}
+    (tmp_path / "run" / SUPERVISED).write_text(json.dumps(record))
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("it was run"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match="touch file"):
+        runs_command.resume(Path("run"), [])
 
 
 def test_old_checkpoints_go_and_those_of_a_run_at_work_stay(tmp_path):
@@ -278,6 +291,21 @@ def test_a_checkpoint_stays_with_which_a_run_began_by_another_path(tmp_path, mon
     monkeypatch.chdir("/")
     runs_command.prune([tmp_path], 1, is_confirmed=True)
     assert [path.name for path in list_checkpoints(folder)] == ["ep0-ba2.pt", "ep0-ba4.pt", "ep0-ba8.pt"]
+
+
+def test_checkpoints_of_another_run_stay(tmp_path, capsys):
+    mine, shared = tmp_path / "runs/mine/checkpoints", tmp_path / "shared"
+    write_run(tmp_path / "runs/mine")
+    write_run(tmp_path / "theirs", f"trainer.checkpoint_folder={mine}")
+    for name in "ab":
+        write_run(tmp_path / "runs" / name, f"trainer.checkpoint_folder={shared}")
+    for folder in (mine, shared):
+        folder.mkdir()
+        for step in (2, 4):
+            write_file(folder / f"ep0-ba{step}.pt", {"state": {"x": torch.zeros(8)}})
+    runs_command.prune([tmp_path / "theirs", tmp_path / "runs/a", tmp_path / "runs/b"], 1, is_confirmed=True)
+    assert [len(list_checkpoints(folder)) for folder in (mine, shared)] == [2, 2]
+    assert f"{tmp_path}/theirs  is skipped: its checkpoints are in {mine}" in capsys.readouterr().out
 
 
 def test_checkpoints_stay_while_a_run_with_another_folder_holds_them(tmp_path):
