@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,6 +209,8 @@ def _read_line(line: str, where: str, folder: Path) -> ListedImage:
         "".join(image[1:]).encode()  # Both are texts without half a surrogate pair.
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{where} is not a JSON object with texts as file_name and prompt: {error!r}") from error
+    if not Path(os.path.abspath(image.path)).is_relative_to(os.path.abspath(folder)):  # noqa: PTH100 links stay
+        raise DataError(f"{where}: {image.path} is outside of {folder}: copy it into the folder")
     if not image.path.is_file():
         raise DataError(f"{where}: {image.path} is missing")
     return image

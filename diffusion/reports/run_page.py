@@ -249,18 +249,18 @@ def samples_section(run: Run) -> dict[str, Any]:
     grids, prompts = [], []
     for step in (steps[i] for i in spread(len(steps), GRIDS_SHOWN)):
         try:
-            with Image.open(run.samples[step]) as image:
+            with Image.open(run.samples[step], formats=["PNG"]) as image:  # Others run programs.
                 settings = json.loads(image.info.get("samples", "{}"))
                 grid = image.convert("RGB")
-        except (OSError, SyntaxError, ValueError):  # Damaged.
+            grid.thumbnail((GRID_WIDTH, grid.height))
+            prompts = list(map(str, settings.get("prompts", prompts)))
+            weights = {"ema": ", average of the weights (EMA)", "raw": ", weights of that step"}
+            caption = f"{run.name}, step {step:,}{weights.get(settings.get('weights'), '')}"
+            if "guidance_scale" in settings:
+                caption += f", guidance {settings['guidance_scale']:g}"
+            grids.append((image_uri(grid, jpeg_quality=88), caption))
+        except (OSError, SyntaxError, ValueError, TypeError, AttributeError, Image.DecompressionBombError):  # Damaged.
             continue
-        grid.thumbnail((GRID_WIDTH, grid.height))
-        prompts = settings.get("prompts", prompts)
-        weights = {"ema": ", average of the weights (EMA)", "raw": ", weights of that step"}
-        caption = f"{run.name}, step {step:,}{weights.get(settings.get('weights'), '')}"
-        if "guidance_scale" in settings:
-            caption += f", guidance {settings['guidance_scale']:g}"
-        grids.append((image_uri(grid, jpeg_quality=88), caption))
     return {"grids": grids, "prompts": prompts, "num_grids": len(steps)}
 
 

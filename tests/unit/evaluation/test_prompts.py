@@ -12,7 +12,7 @@ from apps.preference.images import collect
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.evaluation.config import ReferenceConfig
 from diffusion.evaluation.images import LISTING, PreparedSamples, open_reference, smallest_hashes
-from diffusion.evaluation.prompts import Prompt, read_listing, read_prompts, write_listing
+from diffusion.evaluation.prompts import Prompt, open_images, read_listing, read_prompts, write_listing
 from diffusion.preparation.takedown import take_down
 from tests.tools.image_files import write_folder
 from tests.tools.preparing import prepare
@@ -54,6 +54,9 @@ def test_an_image_outside_of_its_folder_is_not_shown_to_raters(tmp_path, kind):
     assert collect({"a": good, "b": tmp_path / "alias"}, tmp_path / "prompts.txt").items
     with pytest.raises(DataError, match="outside"):
         collect({"a": good, "b": bad}, tmp_path / "prompts.txt")
+    if "link" not in kind:
+        with pytest.raises(DataError, match="outside"):
+            open_images(bad)
 
 
 def test_a_wrong_line_is_named(tmp_path):

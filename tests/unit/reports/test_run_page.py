@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import EpsImagePlugin, Image
+from PIL.PngImagePlugin import PngInfo
 
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.protocol import Number, Result, protocol_hash
@@ -225,6 +226,18 @@ def test_a_page_leaves_out_damaged_samples_and_takes_a_damaged_marker_for_a_sign
     page = (tmp_path / "report.html").read_text()
     assert set(re.findall(r"run, step (\d+)", page)) == {"10"}
     assert "pre-empted by a signal" in page
+
+
+def test_samples_of_someone_else_end_no_page_and_start_no_program(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: pytest.fail("it was started"))
+    folder, image = write_run(tmp_path / "run", [{"step": 0, TRAIN_LOSS: 1.0}]), Image.new("RGB", (60, 30))
+    image.save(folder / "samples/step-40.png", "EPS")
+    for step, text in enumerate(('["a"]', '{"guidance_scale": "7"}', '{"prompts": 7}', "{}"), start=50):
+        info = PngInfo()
+        info.add_text("samples", text)
+        image.save(folder / f"samples/step-{step}.png", pnginfo=info)
+    write_report([read_run(folder)], tmp_path / "report.html")
+    assert set(re.findall(r"run, step (\d+)", (tmp_path / "report.html").read_text())) == {"53"}
 
 
 def test_results_of_several_output_folders_are_apart(tmp_path: Path) -> None:
