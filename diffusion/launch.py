@@ -29,6 +29,7 @@ from importlib import metadata
 from pathlib import Path, PosixPath
 from typing import IO, Any, NoReturn
 
+from diffusion.config.secrets import redact_arguments
 from diffusion.distributed import (
     INTERRUPTED_EXIT_CODE,
     PREEMPTED_EXIT_CODE,
@@ -108,6 +109,7 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing on every rank."""
         hint = " Values are set without dashes, key.sub=value." if message.startswith("unrecognized") else ""
+        message = " ".join(redact_arguments(message.split(" ")))
         raise ConfigurationError(f"{self.prog}: {message}.{hint} {' '.join(self.format_usage().split())}")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

@@ -24,6 +24,7 @@ import pandas as pd
 
 from diffusion.config.fields import check_sections
 from diffusion.config.loading import load_config, read_yaml, to_yaml
+from diffusion.config.secrets import redact
 from diffusion.errors import ConfigurationError
 from diffusion.files import open_lock
 from diffusion.formats.run_folder import FINISHED, TRAIN_LOSS, is_run
@@ -181,7 +182,7 @@ def make_points(
         if name in points and sweep["method"] == "random":
             continue
         if name in points:
-            raise ConfigurationError(f"the points {points[name].values} and {values} are the same run: remove one")
+            raise ConfigurationError(f"the points {redact(points[name].values)} and {redact(values)} are the same run: remove one")
         own = {"run_name": f"{folder.name}-{name}", "group": folder.name, "output_folder": str(folder / name)}
         checkpoint_folder = load_config(yaml, [*given, *_overrides(own)]).trainer.checkpoint_folder
         if checkpoint_folder is not None and checkpoint_folder in checkpoint_folders:
@@ -230,7 +231,7 @@ def run_points(points: Sequence[Point], *, num_jobs: int) -> dict[str, str]:
             with starting:
                 if ended.is_set() or (point.folder / FINISHED).is_file():
                     return
-                log.info("point %s begins: %s", point.name, point.values)
+                log.info("point %s begins: %s", point.name, redact(point.values))
                 with (point.folder / LOG).open("ab") as output:
                     process = subprocess.Popen(
                         point.command, stdout=output, stderr=output, start_new_session=True, pass_fds=[lock]

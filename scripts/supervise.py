@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diffusion.config.secrets import redact_arguments
 from diffusion.errors import ConfigurationError
 from diffusion.launch import CommandParser, duration, positive, run_command
 
@@ -47,7 +48,7 @@ def parse_arguments() -> argparse.Namespace:
     options, unknown = parser.parse_known_args()
     if unknown:
         raise ConfigurationError(
-            f"supervise.py does not know {' '.join(unknown)}: put `--` before the command that it belongs to, as in "
+            f"supervise.py does not know {' '.join(redact_arguments(unknown))}: put `--` before the command that it belongs to, as in "
             "supervise.py -- composer -n 8 run.py yamls/phase1.yaml"
         )
     return options

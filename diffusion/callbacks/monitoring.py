@@ -21,6 +21,7 @@ from composer.utils import dist
 from torch._dynamo.callback import callback_handler
 
 from diffusion.config.operations import OperationsConfig
+from diffusion.config.secrets import redact
 from diffusion.datasets.cache import TierCounts, TierMeter
 from diffusion.distributed import USER_ERROR_EXIT_CODE, broadcast, rank
 from diffusion.errors import MachineError, UserError, explained_writes
@@ -122,7 +123,7 @@ class Heartbeat(Callback):
         self._write(
             Phase.ended,
             code=exit_code(error),
-            error=None if error is None else f"{type(error).__name__}: {error}",
+            error=None if error is None else redact(f"{type(error).__name__}: {error}"),
             is_lasting=isinstance(error, UserError) and error.is_lasting,
         )
         faulthandler.unregister(STACKS_SIGNAL)

@@ -293,7 +293,7 @@ def check_changes(config: Config, checkpoint: Path, name: str) -> None:
         ConfigurationError: a key has another value than in the checkpoint that is refused on resumption.
         DataError: the checkpoint has no configuration.
     """
-    before = yaml.safe_load(read_config(checkpoint))
+    before = redact(yaml.safe_load(read_config(checkpoint)))  # Earlier versions knew fewer secrets.
     now = redact(to_dict(config))
     changes = [(effect_of(change[0], config.task), change) for change in _differences(before, now)]
     refused = {Effect.refused}

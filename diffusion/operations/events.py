@@ -10,6 +10,7 @@ from typing import Any
 
 import requests
 
+from diffusion.config.secrets import redact
 from diffusion.files import append_json_lines, read_json_lines
 from diffusion.formats.run_folder import EVENTS
 from diffusion.operations import timeouts
@@ -63,6 +64,7 @@ class EventLog:
 
     def add(self, event: EventKind, reason: str = "", **more: Any) -> None:
         """Write and post an event with its reason in words and further fields."""
+        reason, more = redact(reason), redact(more)
         time = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         row = {"time": time, "event": event.value, "reason": reason, **more}
         details = ", ".join(f"{key} {value}" for key, value in more.items())

@@ -1,5 +1,6 @@
 import errno
 import json
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +41,13 @@ def test_compilation_within_a_step_is_a_phase_of_its_own(tmp_path):
     assert found == [Phase.compiling] * 3 + [Phase.evaluation]
     torch.compile(lambda x: x + 2, backend="eager")(torch.ones(1))
     assert phase() is Phase.ended
+
+
+def test_the_error_of_a_run_is_stored_without_secrets(tmp_path):
+    with suppress(ValueError), leased(tmp_path) as lease, Heartbeat(tmp_path, lease):
+        raise ValueError("sftp://me:planted@host/x")
+    (beat,) = read_heartbeats(tmp_path)
+    assert beat.error == "ValueError: sftp://***@host/x"
 
 
 def test_the_lease_is_renewed_while_the_heartbeat_does_not_reach_the_disk(tmp_path, monkeypatch):

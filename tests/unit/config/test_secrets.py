@@ -10,6 +10,8 @@ from diffusion.config.secrets import is_secret_name, redact, redact_arguments
 from diffusion.config.training import Plugin
 from diffusion.datasets.streams import StreamLocation, find_marked
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.launch import CommandParser
+from diffusion.operations.supervisor import split_command
 
 
 @pytest.mark.parametrize("name", ["api_key", "apiKey", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "password", "x-api-key"])
@@ -45,6 +47,36 @@ def test_secrets_are_hidden_by_name_by_shape_in_addresses_and_by_value(monkeypat
     }
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        *({name: "planted"} for name in ("pass", "pwd", "auth", "bearer", "cookie", "webhook", "openai_key", "tokens")),
+        "DefaultEndpointsProtocol=https;AccountKey=planted==;EndpointSuffix=core",
+        "https://hooks.slack.com/services/T0/B0/planted",
+        ["Authorization: Bearer planted", "Cookie: sid=planted"],
+        "{'Authorization': 'Basic planted'}",
+        "xoxb-1234567890-planted",
+        "glpat-planted_1234567890123",
+        "AIzaplanted1234567890abcdefghijklmnopqr",
+        "eyJplanted1234567.eyJzdWIiOiIxIn0.planted",
+        "https://user:planted/planted@host/x",
+    ],
+)
+def test_other_kinds_of_secrets(value: object) -> None:
+    assert "planted" not in str(redact(value))
+
+
+def test_what_looks_like_a_secret_and_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PWD", "/home/someone")
+    values = {
+        "tokens": 77,
+        "pass": 2,
+        "webhook_variable": "NAME",
+        "notes": ["/home/someone/x", "http://host:80/a@b", "Bearer of good news; key=3", "a cookie: of chocolate"],
+    }
+    assert redact(values) == values
+
+
 def test_what_follows_an_at_sign_in_a_password_is_hidden_and_paths_stay() -> None:
     assert redact("sftp://me:p@ssw0rd@host/x and s3://bucket/a@b") == "sftp://***@host/x and s3://bucket/a@b"
 
@@ -78,8 +110,30 @@ def test_secrets_are_hidden_in_a_command_line() -> None:
         "a.api_key=***",
         "--token",
         "***",
-        "p=[{path: m, arguments: {api_key: ***, n: 1}}]",
+        "p=[{path: m, arguments: {api_key: '***', n: 1}}]",
     ]
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "p.headers={Authorization: Bearer planted}",
+        "p={token: [planted]}",
+        "p={token: {a: planted}}",
+        "p={token: >-\n  planted}",
+        '{"api_key": "planted"}',
+    ],
+)
+def test_secrets_are_hidden_in_a_structure_on_a_command_line(argument: str) -> None:
+    assert "planted" not in redact_arguments([argument])[0]
+
+
+def test_wrong_arguments_are_quoted_without_secrets() -> None:
+    with pytest.raises(ConfigurationError) as of_parser:
+        CommandParser().parse_args(["--wandb_api_key=planted"])
+    with pytest.raises(ConfigurationError) as of_supervisor:
+        split_command(["composer", "run.py", "a.api_key=planted"])
+    assert not any("planted" in str(caught.value) for caught in (of_parser, of_supervisor))
 
 
 def test_a_configuration_is_written_without_its_secrets() -> None:

@@ -39,6 +39,15 @@ def test_each_event_is_a_line_and_a_post(tmp_path, receiver):
     assert posts[0]["step"] == 7
 
 
+def test_an_event_is_written_posted_and_logged_without_secrets(tmp_path, receiver, caplog):
+    webhook, posts = receiver
+    log = EventLog(tmp_path, webhook)
+    log.add(EventKind.ended, "ValueError: sftp://me:planted@host/x", host="hf_plantedplantedplantedplanted")
+    log.close()
+    assert "ValueError" in posts[0]["reason"]
+    assert "planted" not in f"{read_events(tmp_path)}{posts}{caplog.text}"
+
+
 def test_an_address_that_refuses_or_is_not_there_harms_nothing_and_is_not_told(tmp_path, receiver, caplog):
     caplog.set_level(logging.DEBUG, "diffusion")
     for webhook in (receiver[0], "http://127.0.0.1:1/services/HUSH", "HUSH"):
