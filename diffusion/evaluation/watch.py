@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import posixpath
 import shutil
 import socket
 import time
@@ -489,7 +490,8 @@ def _open_tensorboard(folder: Path, run: LedgerEntry) -> Any:
 
     of_run = Path(run.output_folder or "").expanduser() / TENSORBOARD
     parent = of_run if of_run.is_dir() else folder / TENSORBOARD
-    return SummaryWriter(str(parent / f"{run.run_name}.evaluation"), purge_step=0)
+    name = posixpath.normpath(f"/{run.run_name}").lstrip("/")  # Of a checkpoint: no path out of the folder.
+    return SummaryWriter(str(parent / f"{name}.evaluation"), purge_step=0)
 
 
 def _open_wandb(folder: Path, settings: WandbConfig, run: LedgerEntry) -> Any:

@@ -3,10 +3,13 @@
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from diffusion.evaluation.watch import LEDGER, read_ledger
+from diffusion.evaluation.watch import LEDGER, LedgerEntry, WatchLoggers, read_ledger
+from diffusion.operations.lease import Applicant
 from tests.tools.evaluation_toys import write_images, write_prompts
 from tests.tools.logged_points import tensorboard_points, wandb_rows
 from tests.tools.s3_server import S3Server, s3_process
@@ -116,3 +119,19 @@ def test_an_undecodable_reference_image_ends_all_ranks_and_skips_no_checkpoint(s
     assert set(ended.codes) == {2}, ended.output[-3000:]
     assert "004.png" in ended.output
     assert not (tmp_path / "out" / LEDGER).exists()
+
+
+@pytest.mark.parametrize("run_name", ["../../outside", "/outside", "a/b"])
+def test_the_name_of_a_run_leads_nowhere_else(tmp_path, run_name):
+    """A checkpoint of someone else says what its run is called."""
+    entry = LedgerEntry(run="r", step=1, skipped=None, is_last=False, host="h", pid=1, run_name=run_name, group=None,
+                        output_folder=None)  # fmt: skip
+    watched: Any = SimpleNamespace(
+        folder=tmp_path / "out", entries={"a": entry}, applicant=lambda name: Applicant(tmp_path / "lease")
+    )
+    config: Any = SimpleNamespace(loggers=SimpleNamespace(tensorboard=True, wandb=None))
+    loggers = WatchLoggers(config, watched)
+    loggers.write([{"step": 1.0, "loss": 1.0}])
+    loggers.close()
+    (events,) = tmp_path.rglob("events.*")
+    assert events.is_relative_to(tmp_path / "out" / "tensorboard")
