@@ -1,6 +1,9 @@
 """A page to try one model: prompts, seeds, sampling, and training weights beside their average."""
 
 import math
+import os
+import re
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,10 @@ from diffusion.models.sampling import image_grid, image_seeds
 
 try:
     import gradio as gr
-    from starlette.datastructures import MutableHeaders
+    from starlette.datastructures import Headers, MutableHeaders
     from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
+    from starlette.responses import PlainTextResponse
 except ImportError as error:
     raise MachineError("the page needs the package gradio; uv pip install -e '.[page]'") from error
 
@@ -35,6 +39,14 @@ MAX_WAITING = 20
 
 MAX_BODY = 2**18
 """Largest body of a request, in bytes."""
+
+_FILES = tempfile.TemporaryDirectory(prefix="demo-page-")
+"""Folder of the generated images, closed to other users (0700)."""
+
+os.environ.setdefault("GRADIO_TEMP_DIR", _FILES.name)
+
+_DELETE_CACHE = (600, 3600)
+"""Seconds between removals of generated images, and their age."""
 
 _POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
@@ -107,7 +119,7 @@ def build_page(
         shown = [gr.update(value=grids.get(name), visible=name in grids) for name in names]
         return [*shown, ", ".join(map(str, seeds))]
 
-    with gr.Blocks(analytics_enabled=False, title=title) as page:
+    with gr.Blocks(analytics_enabled=False, title=title, delete_cache=_DELETE_CACHE) as page:
         gr.Markdown(f"# {title}")
         prompt = gr.Textbox(label="Prompt", max_length=MAX_PROMPT, elem_id="prompt")
         negative_prompt = gr.Textbox(
@@ -166,7 +178,7 @@ def open_page(page: gr.Blocks, host: str, port: int | None, login: tuple[str, st
     """Serve the page from a thread, to be ended with `page.close()`, and return its address.
 
     Without a port, it is the first free one from 7860 on. With a login, every visitor has to give its name and
-    password.
+    password; without one, only requests to loopback names are answered, and none of pages of other sites.
 
     Raises:
         ConfigurationError: other machines can reach the address, and there is no login.
@@ -183,7 +195,7 @@ def open_page(page: gr.Blocks, host: str, port: int | None, login: tuple[str, st
             inbrowser=False,
             ssr_mode=False,
             quiet=True,
-            app_kwargs={"middleware": [Middleware(_Bounds)]},
+            app_kwargs={"middleware": [Middleware(_Bounds, has_login=login is not None)]},
         )
     except OSError as error:
         where = f"--host {host}" if port is None else f"--host {host} --port {port}"
@@ -192,12 +204,21 @@ def open_page(page: gr.Blocks, host: str, port: int | None, login: tuple[str, st
 
 
 class _Bounds:
-    """ASGI middleware that restricts browsers to content of this server, and the bodies of requests to MAX_BODY."""
+    """ASGI middleware that restricts browsers to content of this server, and the bodies of requests to MAX_BODY.
 
-    def __init__(self, app: Any) -> None:
-        self.app = app
+    Uploads are refused, and without a login requests of other sites' pages, whose names may lead here (DNS rebinding).
+    """
+
+    def __init__(self, app: Any, has_login: bool) -> None:
+        self.app, self.has_login = app, has_login
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        headers = Headers(scope=scope) if scope["type"] == "http" else {}
+        host, origin = headers.get("host", "localhost"), headers.get("origin")
+        is_local = re.fullmatch(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?", host) and origin in (None, f"http://{host}")
+        if not (self.has_login or is_local) or scope.get("path", "").rstrip("/").endswith("/upload"):
+            refusal = PlainTextResponse("refused; another address than loopback needs --login-file", 403)
+            return await refusal(scope, receive, send)
         num_bytes = 0
 
         async def receive_bounded() -> Any:

@@ -239,6 +239,20 @@ def test_requests_are_bounded_before_they_cost_anything(model, address, monkeypa
         release.set()
 
 
+@pytest.mark.parametrize(
+    "headers", [{"Host": "evil.example:7860"}, {"Origin": "http://evil.example"}, {"Origin": "null"}]
+)
+def test_pages_of_other_sites_are_not_answered(address, headers):
+    assert requests.get(f"{address}config", timeout=300).status_code == 200
+    assert requests.get(f"{address}config", headers=headers, timeout=300).status_code == 403
+
+
+def test_nothing_is_uploaded_and_images_are_closed_to_others(address):
+    upload = requests.post(f"{address}gradio_api/upload", files={"files": ("a.html", b"x")}, timeout=300)
+    assert upload.status_code == 403
+    assert Path(gradio.utils.get_upload_folder()).stat().st_mode & 0o077 == 0
+
+
 def test_an_address_that_others_can_reach_needs_a_login():
     with gradio.Blocks(analytics_enabled=False) as page:
         pass
