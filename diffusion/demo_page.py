@@ -216,9 +216,9 @@ class _Bounds:
         headers = Headers(scope=scope) if scope["type"] == "http" else {}
         host, origin = headers.get("host", "localhost"), headers.get("origin")
         is_local = re.fullmatch(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?", host) and origin in (None, f"http://{host}")
+        app = self.app
         if not (self.has_login or is_local) or scope.get("path", "").rstrip("/").endswith("/upload"):
-            refusal = PlainTextResponse("refused; another address than loopback needs --login-file", 403)
-            return await refusal(scope, receive, send)
+            app = PlainTextResponse("refused; another address than loopback needs --login-file", 403)
         num_bytes = 0
 
         async def receive_bounded() -> Any:
@@ -234,4 +234,4 @@ class _Bounds:
                 MutableHeaders(scope=message)["Content-Security-Policy"] = _POLICY
             await send(message)
 
-        await self.app(scope, receive_bounded, send_with_policy)
+        await app(scope, receive_bounded, send_with_policy)

@@ -182,7 +182,8 @@ def make_points(
         if name in points and sweep["method"] == "random":
             continue
         if name in points:
-            raise ConfigurationError(f"the points {redact(points[name].values)} and {redact(values)} are the same run: remove one")
+            same = redact([points[name].values, values])
+            raise ConfigurationError(f"the points {same[0]} and {same[1]} are the same run: remove one")
         own = {"run_name": f"{folder.name}-{name}", "group": folder.name, "output_folder": str(folder / name)}
         checkpoint_folder = load_config(yaml, [*given, *_overrides(own)]).trainer.checkpoint_folder
         if checkpoint_folder is not None and checkpoint_folder in checkpoint_folders:

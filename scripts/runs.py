@@ -3,7 +3,7 @@
     python scripts/runs.py list [FOLDER ...]                  status and costs of each run
     python scripts/runs.py show RUN                           time of a run by activity
     python scripts/runs.py stop RUN                           save and end
-    python scripts/runs.py resume RUN [key.sub=value ...] [--yes]     restart under its supervisor, with its last command
+    python scripts/runs.py resume RUN [key.sub=value ...] [--yes]     restart, with the last command of its supervisor
     python scripts/runs.py costs RUN [--storage-price P] [--egress-price P]     GPU time, storage, traffic; its budget
     python scripts/runs.py inventory ROOT ... [--runs FOLDER ...]               data, checkpoints, caches; who uses them
     python scripts/runs.py prune FOLDER ... [--keep N] [--yes]

@@ -48,8 +48,8 @@ def parse_arguments() -> argparse.Namespace:
     options, unknown = parser.parse_known_args()
     if unknown:
         raise ConfigurationError(
-            f"supervise.py does not know {' '.join(redact_arguments(unknown))}: put `--` before the command that it belongs to, as in "
-            "supervise.py -- composer -n 8 run.py yamls/phase1.yaml"
+            f"supervise.py does not know {' '.join(redact_arguments(unknown))}: put `--` before the command that it "
+            "belongs to, as in supervise.py -- composer -n 8 run.py yamls/phase1.yaml"
         )
     return options
 

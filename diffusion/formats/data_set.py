@@ -219,9 +219,7 @@ class PreparedManifest:
                 },
                 splits={
                     split: {
-                        name: BucketEntry(**entry)
-                        for name, entry in buckets.items()
-                        if check_folder(f"{split}/{name}")
+                        name: BucketEntry(**entry) for name, entry in buckets.items() if check_folder(f"{split}/{name}")
                     }
                     for split, buckets in values["splits"].items()
                 },
@@ -292,11 +290,7 @@ def delete_unnamed(
     # Splits and buckets may be links, which a listing follows only where it begins.
     folders = dict.fromkeys((*SPLITS, *shards))
     found = {f"{folder}/{name}" for folder in folders for name in list_own_files(storage.join(dataset, folder))}
-    left = [
-        name
-        for name in found - named
-        if not (name.rpartition("/")[2].startswith("shard.") and is_spared(name))
-    ]
+    left = [name for name in found - named if not (name.rpartition("/")[2].startswith("shard.") and is_spared(name))]
     indexes_first = sorted(left, key=lambda name: (not name.endswith(INDEX), name))  # So that no rest looks whole.
     storage.delete(storage.join(dataset, name) for name in indexes_first)
     if not storage.is_url(dataset):

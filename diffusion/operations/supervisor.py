@@ -347,7 +347,7 @@ def split_command(command: Sequence[str]) -> tuple[str, list[str]]:
     position = next((i for i, argument in enumerate(command) if Path(argument).suffix in (".yaml", ".yml")), None)
     if position is None:
         raise ConfigurationError(
-            f"the command '{' '.join(redact_arguments(command))}' names no YAML file: give the whole command that starts the job, as in "
-            "composer run.py yamls/phase1.yaml"
+            f"the command '{' '.join(redact_arguments(command))}' names no YAML file: give the whole command that "
+            "starts the job, as in composer run.py yamls/phase1.yaml"
         )
     return command[position], [word for word in command[position + 1 :] if "=" in word and not word.startswith("-")]

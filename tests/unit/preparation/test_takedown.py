@@ -333,7 +333,9 @@ def test_files_outside_of_a_data_set_stay(data, tmp_path, where):
     elif where == "positions":
         table = pq.read_table(out / "positions" / "00000.parquet")
         entries = json.loads(table.schema.metadata[b"entries"])
-        entries.append({**entries[0], "split": "..", "bucket": "photos", "entry": {**entries[0]["entry"], "samples": 0}})
+        entries.append(
+            {**entries[0], "split": "..", "bucket": "photos", "entry": {**entries[0]["entry"], "samples": 0}}
+        )
         table = table.replace_schema_metadata({"entries": json.dumps(entries)})
         pq.write_table(table, out / "positions" / "00000.parquet")
     with contextlib.nullcontext() if where == "link" else pytest.raises(DataError, match="photos"):
