@@ -39,6 +39,7 @@ from diffusion.formats.shards import (
     ShardFiles,
     ShardIndex,
     choose_hash,
+    decompress,
     read_shard_index,
 )
 from diffusion.storage import join, shown
@@ -420,8 +421,6 @@ class StreamShards:
 
     def _unpack(self, entry: Shard, packed: ShardFile) -> None:
         """Make the raw file of a compressed shard; the compressed one may be here."""
-        from streaming.base.compression import decompress
-
         path = self.folder / packed.name
         damage = self._find_damage(packed) if path.exists() else f"{path} is missing"
         if damage is not None:
@@ -429,12 +428,7 @@ class StreamShards:
                 raise DataError(damage)
             self._copy(packed, entry.cached_bytes)
         raw = self.folder / entry.raw.name
-        try:
-            content = decompress(entry.format.compression, path.read_bytes())
-        except Exception as error:  # Each decompressor has exceptions of its own.
-            raise DataError(f"{path} cannot be decompressed ({type(error).__name__}: {error})") from error
-        if len(content) != entry.raw.num_bytes:
-            raise DataError(f"{path} holds {len(content)} bytes instead of {entry.raw.num_bytes}")
+        content = decompress(path.read_bytes(), entry, str(path))
         with atomic_path(raw, partial=unique_partial(raw), durable=False) as partial:
             partial.write_bytes(content)
         if self.remote is not None:

@@ -34,6 +34,9 @@ INDEX = "index.json"
 DEFAULT_SHARD_BYTES = 256 * 2**20
 DEFAULT_HASHES = ("xxh64",)
 
+STREAMED = {"br": "brotli", "bz2": "bz2", "gz": "gzip", "zstd": "zstd"}
+"""Compressions of shards that Arrow reads as a stream, by the name that Streaming gives them."""
+
 MAX_OPEN = 256
 """Shard files that a process keeps open."""
 
@@ -481,12 +484,30 @@ def read_shard(folder: Path | str, shard: Shard) -> list[bytes]:
     if len(content) != file.num_bytes or (digest is not None and _hash_of(content, digest[0]) != digest[1]):
         raise DataError(f"{storage.shown(uri)} is damaged, it is not what the index describes; write the folder anew")
     if shard.format.compression:
-        from streaming.base.compression import decompress
-
-        content = decompress(shard.format.compression, content)
+        content = decompress(content, shard, uri)
     (count,) = struct.unpack_from("<I", content)
     starts = struct.unpack_from(f"<{count + 1}I", content, 4)
     return [content[start:end] for start, end in itertools.pairwise(starts)]
+
+
+def decompress(content: bytes, shard: Shard, uri: str) -> bytes:
+    """Decompress the file of a shard, at a URI; a DataError if it is damaged, or not as long as the index says."""
+    kind, num_bytes = str(shard.format.compression), shard.raw.num_bytes
+    try:
+        if codec := STREAMED.get(kind.partition(":")[0]):
+            import pyarrow as pa
+
+            content = pa.CompressedInputStream(pa.BufferReader(content), codec).read(num_bytes + 1)
+        else:  # Snappy makes at most some twenty bytes of one.
+            from streaming.base import compression
+
+            content = compression.decompress(kind, content)
+    except Exception as error:  # Each library has its own.
+        raise DataError(f"{storage.shown(uri)} cannot be decompressed ({type(error).__name__}: {error})") from error
+    if len(content) != num_bytes:
+        found = "more" if len(content) > num_bytes else f"{len(content)} bytes"
+        raise DataError(f"{storage.shown(uri)} holds {found} instead of {num_bytes} bytes")
+    return content
 
 
 def write_index(folder: Path | str, shards: Iterable[Shard]) -> None:

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from diffusion.errors import DataError, first_line
 from diffusion.formats.data_set import MANIFEST, REMOVED_SAMPLES, SPLITS
-from diffusion.formats.shards import INDEX, SampleDecoder, ShardFormat
+from diffusion.formats.shards import INDEX, STREAMED, SampleDecoder, ShardFormat
 from diffusion.preparation.records import (
     Location,
     OutdatedError,
@@ -44,9 +44,6 @@ from diffusion.preparation.sources.tables import CAPTION_COLUMNS, IMAGE_COLUMNS
 from diffusion.storage import join, shown
 
 _JSON_BYTES = 2**30
-_STREAMED = {"br": "brotli", "bz2": "bz2", "gz": "gzip", "zstd": "zstd"}
-"""Compressions of shards that Arrow reads as a stream, by the name that Streaming gives them."""
-
 _AS_THEY_CAME = ("bytes", "jpeg", "png")
 _METADATA = ("str", "json", "int", "str_int", "str_float", "str_decimal")
 _NUMBERS = ("int", "uint", "float")
@@ -202,7 +199,7 @@ class MDSSource(Source):
     def _opened(self, name: str, shard: dict[str, Any]) -> Iterator["BinaryIO | _Decompressed"]:
         """Open a shard, to be read from front to back."""
         with self.open(name) as file:
-            codec = _STREAMED.get(str(shard["compression"]).partition(":")[0])
+            codec = STREAMED.get(str(shard["compression"]).partition(":")[0])
             if not shard["zip_data"]:
                 yield file
                 return

@@ -1,10 +1,17 @@
+import tracemalloc
+
 import numpy as np
 import pytest
 from streaming import MDSWriter, StreamingDataset
+from streaming.base.compression import compress
 
+from diffusion.datasets.cache import StreamShards
+from diffusion.datasets.streams import StreamLocation
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.formats.shards import (
     SampleDecoder,
+    Shard,
+    ShardFile,
     ShardFormat,
     encode_sample,
     encode_shard,
@@ -66,6 +73,22 @@ def test_shards_written_one_by_one_are_those_of_streaming(tmp_path, compression)
     assert read_shard(tmp_path / "ours", found) == encoded
     decoded = SampleDecoder(shards)(encoded[3])
     assert (decoded["name"], decoded["other"]) == ("äää", {"i": [3]})
+
+
+def test_a_shard_that_grows_beyond_its_index_does_not_fill_the_memory(tmp_path):
+    columns, content = {"data": "bytes"}, compress("zstd:3", bytes(2**28))
+    file = ShardFile("shard.00000.mds.zstd", len(content), {})
+    layout = ShardFormat.of(columns, compression="zstd:3")
+    (tmp_path / file.name).write_bytes(content)
+    write_index(tmp_path, [Shard(1, ShardFile("shard.00000.mds", 100, {}), file, layout)])
+    (shard,) = read_shards(tmp_path)
+    tracemalloc.start()
+    with pytest.raises(DataError, match="more instead of 100 bytes"):
+        read_shard(tmp_path, shard)
+    with pytest.raises(DataError, match="more instead of 100 bytes"):
+        StreamShards(StreamLocation(name="a", remote=None, local=str(tmp_path))).ensure(0)
+    assert tracemalloc.get_traced_memory()[1] < 2**26
+    tracemalloc.stop()
 
 
 def test_damage_is_named(tmp_path):
