@@ -297,7 +297,7 @@ class Journal:
     """
 
     def __init__(self, out: str, number: int, concurrency: int) -> None:
-        self._out, self._name = out, f"{number:06}"
+        self._out, self._name = out, f"{number:06d}"
         self._uri = storage.join(out, ANSWERS, self._name)
         self._path = None if storage.is_url(out) else Path(f"{self._uri}.jsonl")
         self._size = concurrency if self._path is None else 1

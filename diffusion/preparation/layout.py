@@ -53,12 +53,12 @@ RESERVED = (*SCHEMA.names, CAPTIONS, GENERATED_CAPTIONS, "source", "generation",
 
 def part_name(number: int) -> str:
     """Name of the file of a partition."""
-    return f"{number:06}.parquet"
+    return f"{number:06d}.parquet"
 
 
 def positions_name(task: int) -> str:
     """Name of the file with the positions of a task's samples."""
-    return f"{task:05}.parquet"
+    return f"{task:05d}.parquet"
 
 
 def part_numbers(folder: str) -> set[int]:
