@@ -24,7 +24,7 @@ from diffusion.checkpointing.layout import batch_of
 from diffusion.config.frozen import FrozenPaths
 from diffusion.config.loading import to_public_yaml
 from diffusion.config.model import ModelConfig
-from diffusion.config.schema import Config, Task
+from diffusion.config.schema import Config
 from diffusion.errors import (
     ConfigurationError,
     DataError,
@@ -41,7 +41,7 @@ from diffusion.formats.marks import Mark
 from diffusion.formats.run_folder import CHECKPOINTS
 from diffusion.loading import OTHER_PATHS, Trained, read_trained
 from diffusion.models.architectures import ARCHITECTURES, build_network
-from diffusion.models.ingredients import find_ingredients
+from diffusion.models.ingredients import Ingredient, find_ingredients
 from diffusion.models.ingredients.lora import has_lora, kohya_layout, write_lora
 from diffusion.models.latents import LatentScaling, fold_scaling, latent_space
 from diffusion.models.ldm_layout import single_file, unet_names
@@ -134,8 +134,6 @@ def export(
     trained = read_trained(path, weights=weights, paths=paths)
     config = trained.config
     component = ARCHITECTURES[config.model.architecture].component
-    if config.task is not Task.diffusion:
-        raise ConfigurationError(f"{path} is a run of {config.task.value}, whose result is exported already: RUN/vae")
     unnamed = [one.name_in_exports for one in find_ingredients(config.model) if one.name_in_exports]
     if layout is not ExportLayout.diffusers:
         unnamed += ["a transformer"] if component != "unet" else []
@@ -149,6 +147,14 @@ def export(
     if lora_only and component == "transformer":
         raise ConfigurationError(f"{path} is a transformer, for which diffusers loads no LoRA: export it as a whole")
     is_lora, scores = lora_only or layout is ExportLayout.kohya, scores or {}
+    ways = ("merged", "exported") if out.suffix == ".safetensors" else ("merged", "exported", "write")
+    for one in () if is_lora else map(type, find_ingredients(config.model)):
+        is_used = not one.serves_training_only and (one.part or one.condition is not Ingredient.condition)
+        if is_used and all(getattr(one, way) is getattr(Ingredient, way) for way in ways):
+            raise ConfigurationError(
+                f"{path}: the export would leave out {one.__name__}: define {' or '.join(ways)} in it, or set "
+                "serves_training_only if images do not need it"
+            )
     if is_lora and scores:
         raise ConfigurationError(f"{out}: LoRA alone has no place for scores: export {path} as a whole")
     if unknown := sorted(scores.keys() - {*config.model.score_names}):

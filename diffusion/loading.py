@@ -29,6 +29,7 @@ from diffusion.models.ingredients import find_ingredients, merged
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.ldm_layout import read_single_file
 from diffusion.models.model_folders import check_exists
+from diffusion.models.networks import NETWORKS
 from diffusion.models.pretrained import (
     check_config,
     check_identities,
@@ -124,8 +125,15 @@ def read_trained(path: str | Path, *, weights: str = "raw", paths: FrozenPaths |
 def _read_trained(path: str | Path, weights: str, paths: FrozenPaths) -> Trained:
     file = Path(path).expanduser()
     is_average = file.suffix == AVERAGE_SUFFIX
+    if is_pipeline(file):
+        raise ConfigurationError(
+            f"{path} is a model folder: give the run that it was exported from, or load it by a family of "
+            f"diffusion.models, such as stable_diffusion_2({str(path)!r}, network={str(path)!r})"
+        )
     checkpoint = file if is_average else resolve_checkpoint(str(path))
     config = load_config_of(checkpoint)
+    if config.task is not Task.diffusion:
+        raise ConfigurationError(f"{path} is a run of {config.task.value}, whose result is exported already: RUN/vae")
     paths.check_ingredients(config.model, str(checkpoint))
     if is_average:
         average = read_safetensors(file)
@@ -191,7 +199,12 @@ def read_initial(config: Config, model: LatentDiffusion) -> dict[str, Tensor]:
             log.warning("%s", error)
     stored = read_weights(checkpoint, config.init_from.weights, is_checked=True)
     before, named = load_config_of(checkpoint).model, {one.path for one in config.model.ingredients}
+    unnamed = [one.path for one in before.ingredients if one.path not in named]
     before = replace(before, ingredients=[one for one in before.ingredients if one.path in named])
+    if unnamed:
+        log.info("leaving out %s of %s, which model.ingredients does not name", ", ".join(unnamed), checkpoint)
+        parts = {*NETWORKS, *(one.part for one in (*find_ingredients(before), *model.ingredients))}
+        stored = {name: value for name, value in stored.items() if name.partition(".")[0] in parts}
     _check_meaning(before, config.model, model, str(checkpoint))
     return used_weights(merged(stored, before), before, model)
 

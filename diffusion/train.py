@@ -55,7 +55,7 @@ from diffusion.config.loading import to_public_yaml
 from diffusion.config.model import Posterior
 from diffusion.config.schema import Config, Task
 from diffusion.config.training import Collectives, Decay, Device, OptimizerName, Parallelism, Precision
-from diffusion.datasets.batch import num_samples, split_batch
+from diffusion.datasets.batch import BatchKey, num_samples, split_batch
 from diffusion.datasets.dataset import TrainingDataset
 from diffusion.datasets.loader import stop_workers, train_loader, validation_dataset, validation_loader
 from diffusion.datasets.streams import Files
@@ -368,6 +368,15 @@ def _plugin_loader(config: Config) -> DataLoader:
         raise ConfigurationError(
             f"plugins.train_dataset ({plugin.path}) holds {len(dataset)} samples, fewer than the "
             f"{data.global_batch_size} of a step: give it more, or lower data.global_batch_size"
+        )
+    try:
+        sample = dataset[0]
+    except NotImplementedError as error:  # An IterableDataset's.
+        raise ConfigurationError(f"plugins.train_dataset ({plugin.path}) has no __getitem__: give it one") from error
+    if not isinstance(sample, Mapping) or BatchKey.SAMPLE not in sample:
+        raise ConfigurationError(
+            f"plugins.train_dataset ({plugin.path}) gives a sample that is no dictionary with the key "
+            f"'{BatchKey.SAMPLE.value}': give the keys of diffusion.datasets.batch.BatchKey"
         )
     is_shuffled = data.shuffle is not Shuffling.none
     sampler = dist.get_sampler(dataset, shuffle=is_shuffled, drop_last=True, seed=config.seed)

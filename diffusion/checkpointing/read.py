@@ -417,8 +417,9 @@ def read_weights(checkpoint: Path, weights: str, *, is_checked: bool = False) ->
         return state.read_below(_MODEL)
     labels = str(state.read_below(f"{AVERAGES}labels").get("", "")).split()
     if weights != Weights.ema and weights not in labels:
-        there = f"holds {', '.join(labels)}" if labels else "holds no averages (they had not started)"
-        raise DataError(f"checkpoint {checkpoint} {there}, but not the average {weights}: choose another one")
+        there = f"the averages {', '.join(labels)}" if labels else "no averages (they had not started, or are off)"
+        choices = ", ".join((Weights.raw.value, *labels))
+        raise DataError(f"checkpoint {checkpoint} holds {there}, but no weights {weights!r}: choose {choices}")
     is_first = weights == Weights.ema or weights == labels[0]
     average = state.read_below(AVERAGES + ("averages." if is_first else f"others.{weights}."))
     if not average:

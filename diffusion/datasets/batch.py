@@ -143,7 +143,8 @@ def num_microbatches(batch: Mapping[str, Entry], size: float) -> int:
 
 
 def _microbatch_size(batch: Mapping[str, Entry], size: float) -> int:
-    groups = [len(value[0]) for value in batch.values() if isinstance(value, list)]
+    lists = [value for value in batch.values() if isinstance(value, list)]
+    groups = [len(value[0]) for value in lists if isinstance(value[0], Tensor)]  # A plug-in's batch may hold texts.
     num = min([int(size), *groups])
     assert all(group % num == 0 for group in groups), (num, groups)
     return num

@@ -37,7 +37,7 @@ from diffusion.datasets.sample_order import (
 )
 from diffusion.datasets.streams import StreamLocation, Substitutes, converts_to_srgb, find_substitutes
 from diffusion.datasets.transforms import ImageTransform
-from diffusion.errors import DataError
+from diffusion.errors import ConfigurationError, DataError
 from diffusion.formats.shards import ShardFiles
 from diffusion.randomness import Purpose, random_word
 from diffusion.storage import shown
@@ -92,7 +92,8 @@ class TextImageDataset(Dataset):
         rank: int = 0,
         num_ranks: int = 1,
     ) -> None:
-        assert (tokenize is None) == (representation == Representation.latents)
+        if (tokenize is None) != (representation == Representation.latents):
+            raise ConfigurationError("tokenize: give one for images, and None for latents, which hold token ids")
         self.representation, self.transforms, self.tokenize = representation, list(transforms), tokenize
         self.seed, self.choose_caption, self.caption_weights = seed, choose_caption, caption_weights
         self.with_logvar, self.with_text_embeddings = with_logvar, with_text_embeddings
@@ -133,6 +134,7 @@ class TextImageDataset(Dataset):
 
     def __getitem__(self, number: int) -> Sample:
         """Read a sample by its number among the samples of all streams, as in epoch 0."""
+        number = range(self.num_samples)[number]
         stream = bisect_right(self.first_samples, number) - 1
         return self.read(stream, number - self.first_samples[stream])
 
@@ -348,8 +350,10 @@ class TrainingDataset(TextImageDataset):
                 "others" if order.shuffle else "the same",
             )  # fmt: skip
 
-    def __getitems__(self, position: Position) -> list[Sample]:
-        """Read the samples of this rank in a step."""
+    def __getitems__(self, position: Position | Sequence[int]) -> list[Sample]:
+        """Read the samples of this rank in a step; or by their numbers, for a plain DataLoader."""
+        if not isinstance(position, Position):
+            return [self[number] for number in position]
         if self._prefetcher is None:  # In the process that reads: threads do not survive a fork.
             self._prefetcher = Prefetcher(self._rank_order, self)
             weakref.finalize(self, Prefetcher.close, self._prefetcher)

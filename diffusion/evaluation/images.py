@@ -167,6 +167,7 @@ class PreparedSamples:
 
     def _locate(self, number: int) -> tuple[int, int]:
         """Shard of a sample, and its number in the shard."""
+        number = range(len(self))[number]
         index = number + bisect_right(self._used_before, number)
         shard = bisect_right(self._ends, index)
         return shard, index - (self._ends[shard - 1] if shard else 0)

@@ -1,5 +1,6 @@
 """Marks of generated images: XMP by IPTC's vocabulary, and signed C2PA manifests."""
 
+import copy
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,20 +49,31 @@ Sign = Callable[[bytes, str, Mark], bytes]
 
 
 def save_marked(
-    image: Image.Image, path: Path, mark: Mark, *, image_format: str = "PNG", sign: Sign | None = None, **options: Any
+    image: Image.Image,
+    path: str | Path,
+    mark: Mark,
+    *,
+    image_format: str = "PNG",
+    sign: Sign | None = None,
+    **options: Any,
 ) -> None:
     """Write a generated image with its mark as PNG, JPEG or WEBP, with options of Pillow's writer.
 
     The pixels are those of a file without a mark. Unless it is signed, the file depends on the arguments only.
+
+    Raises:
+        ValueError: it is another format, which would have no mark.
     """
+    if (image_format := image_format.upper()) not in ("PNG", "JPEG", "WEBP"):
+        raise ValueError(f"image_format {image_format}: choose PNG, JPEG or WEBP")
     if image_format == "PNG":
-        info = options.setdefault("pnginfo", PngInfo())
+        options["pnginfo"] = info = copy.deepcopy(options.get("pnginfo")) or PngInfo()
         info.add_itxt(PNG_XMP, mark.xmp)
     else:
         options["xmp"] = mark.xmp.encode()
     content = io.BytesIO()
     image.save(content, image_format, **options)
-    path.write_bytes(sign(content.getvalue(), image_format, mark) if sign else content.getvalue())
+    Path(path).write_bytes(sign(content.getvalue(), image_format, mark) if sign else content.getvalue())
 
 
 def c2pa_signer(certificates: Path, key: Path) -> Sign:

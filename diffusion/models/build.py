@@ -24,6 +24,7 @@ from diffusion.models.architectures import (
     ArchitectureSpec,
     build_network,
     side_factor,
+    vae_factor,
     with_seed,
 )
 from diffusion.models.conditioning import text_width
@@ -40,6 +41,7 @@ from diffusion.models.pretrained import (
     network_folder,
     read_noise_schedule,
     read_pipeline_network,
+    stored_resolution,
 )
 from diffusion.models.sampling import build_noise_scheduler, schedule_differences, whole_number
 from diffusion.randomness import NUM_SEEDS
@@ -159,7 +161,8 @@ def load_family(
         network: the same of the weights of U-Net or transformer, or a file in the original layout of Stable Diffusion;
             None: random weights from the seed.
         vae: folder of a VAE that replaces the VAE of `pretrained`.
-        resolution: default size of generated images, in pixels; by default that of the family.
+        resolution: default size of generated images, in pixels; by default as stored in the folder of `network`, else
+            that of the family.
         prediction_type: "epsilon", "v_prediction", "sample" or "flow"; by default as stored in the folder of `network`,
             else that of the family.
         zero_terminal_snr: rescale the noise schedule (Lin et al. 2023); not with epsilon. By default as stored in the
@@ -176,12 +179,17 @@ def load_family(
     """
     spec = ARCHITECTURES[architecture]
     try:
-        resolution = whole_number("resolution", spec.resolution if resolution is None else resolution, minimum=1)
+        resolution = None if resolution is None else whole_number("resolution", resolution, minimum=1)
         seed = whole_number("seed", seed, minimum=0, maximum=NUM_SEEDS - 1)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    factor = side_factor(ModelConfig(architecture=architecture))
-    if resolution % factor:
+    config = ModelConfig(
+        architecture=architecture,
+        pretrained=None if pretrained is None else str(pretrained),
+        vae=None if vae is None else str(vae),
+        local_files_only=local_files_only,
+    )
+    if resolution is not None and resolution % (factor := side_factor(config)):
         raise ConfigurationError(f"resolution {resolution}: give a multiple of {factor}")
     folder = None
     if network is not None and is_single_file(network):
@@ -194,12 +202,9 @@ def load_family(
             )
     requested = {"prediction_type": prediction_type, "rescale_betas_zero_snr": zero_terminal_snr}
     requested = {key: value for key, value in requested.items() if value is not None}
-    config = ModelConfig(
-        architecture=architecture,
-        pretrained=None if pretrained is None else str(pretrained),
-        vae=None if vae is None else str(vae),
-        local_files_only=local_files_only,
-    )
+    if resolution is None:
+        stored = None if folder is None else stored_resolution(folder, spec.component, vae_factor(config))
+        resolution = stored or spec.resolution
     model = build_model(config, _objective(spec, folder, requested), resolution=resolution, seed=seed)
     if folder is not None:
         read = read_single_file if is_single_file(folder) else read_pipeline_network

@@ -3,9 +3,12 @@
 Shape letters: B batch, C channels, H W height and width of the latent, S scores.
 """
 
+import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -82,10 +85,15 @@ def generate(
     num_images_per_prompt = whole_number("num_images_per_prompt", num_images_per_prompt, minimum=1)
     texts, negatives = expand_prompts(prompts, negative_prompts, num_images_per_prompt)
     size = image_size(height, width, default=model.resolution, factor=model.side_factor)
+    for name, pair in (("original_size", original_size or size), ("crop", crop)):
+        if np.shape(pair) != (2,):
+            raise ValueError(f"{name} {pair!r}: give two numbers")
     placement = Placement(*(original_size or size), *crop, *size)
     num_timesteps = model.noise_process.num_timesteps
     num_inference_steps = whole_number("num_inference_steps", num_inference_steps, minimum=1, maximum=num_timesteps)
     batch_size = whole_number("batch_size", batch_size, minimum=1)
+    if not (isinstance(guidance_scale, Real) and math.isfinite(guidance_scale)):
+        raise ValueError(f"guidance_scale {guidance_scale!r}: give a number")
     seeds = image_seeds(seed, len(texts))
     noise = _initial_noise(model, latents, seeds, size)
     asked = requested_scores(model, scores)

@@ -8,7 +8,8 @@ terms to the loss.
 Shape letters: B batch, C channels, H W height and width of the latent, L tokens, D width of the text encoding.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -66,6 +67,9 @@ class Prediction(NamedTuple):
 
     draws: "Draws"
     """Random numbers and inputs."""
+
+    is_training: bool = True
+    """False in validation, where the loss has no terms of ingredients."""
 
 
 class Draws(NamedTuple):
@@ -139,15 +143,6 @@ class LatentDiffusion(nn.Module):
         self.add_module(self.component, network)
         self.ingredients = ingredients
         self._frozen: dict[str, Any] = {"vae": frozen.vae, "text_encoder": frozen.text_encoder}
-        for ingredient in ingredients:
-            if ingredient.module is not None:
-                if hasattr(self, ingredient.part):
-                    raise ConfigurationError(
-                        f"two parts of the model are called '{ingredient.part}': change `part` of "
-                        f"{type(ingredient).__name__}"
-                    )
-                self.add_module(ingredient.part, ingredient.module)
-            self._frozen |= ingredient.frozen
         self.frozen = frozen
         self.latent_space = latent_space(frozen.vae)
         self.caller = Caller(network, ingredients, is_pixel=isinstance(frozen.vae, nn.Identity))
@@ -169,6 +164,16 @@ class LatentDiffusion(nn.Module):
             is_masked=self.component == "transformer",
             is_adapted=any(ingredient.continues_text_encoder for ingredient in ingredients),
         )
+        for ingredient in ingredients:  # Last: their names are compared with all attributes.
+            _check_new(self._frozen.keys() | vars(frozen), ingredient.frozen, "a frozen part", ingredient)
+            self._frozen |= ingredient.frozen
+            if ingredient.module is not None:
+                if not ingredient.part.isidentifier() or hasattr(self, ingredient.part):
+                    raise ConfigurationError(
+                        f"no further part of the model can be called '{ingredient.part}': change `part` of "
+                        f"{type(ingredient).__name__} to a new name of letters, digits and _"
+                    )
+                self.add_module(ingredient.part, ingredient.module)
 
     @property
     def network(self) -> Network:
@@ -222,9 +227,16 @@ class LatentDiffusion(nn.Module):
         """Predict with the random numbers of training.
 
         Args:
-            batch: the entries of `BatchKey`; without STEP (outside of the Trainer) the step is 0.
+            batch: the entries of `BatchKey`. STEP is that of a loop of your own; without it the step is 0.
         """
-        batch = batch if BatchKey.STEP in batch else _with_step_0(batch)
+        if BatchKey.STEP not in batch:
+            if torch.is_grad_enabled() and self.network.training:
+                warnings.warn(
+                    "without batch['step'] each sample has the same noise and timestep in every step: set it to "
+                    "torch.full_like(batch['sample'], step)",
+                    stacklevel=4,
+                )
+            batch = _with_step_0(batch)
         return self._predict(batch, self._drop_captions(batch), TRAINING)
 
     def _predict(self, batch: Batch, token_ids: Tensor, purposes: Purposes) -> Prediction:
@@ -247,8 +259,10 @@ class LatentDiffusion(nn.Module):
         weight = None if gamma is None else min_snr_weight(target, rates, gamma)
         values: dict[str, Tensor] = {}
         for ingredient in self.ingredients if call.is_training else ():
-            values |= ingredient.values(call, noised)
-        return Prediction(prediction, target.compute(latents, noise, rates), weight, values, draws)
+            added = ingredient.values(call, noised)
+            _check_new(values, added, "a value for the loss", ingredient)
+            values |= added
+        return Prediction(prediction, target.compute(latents, noise, rates), weight, values, draws, call.is_training)
 
     def sample_errors(self, outputs: Prediction) -> Tensor:
         """Error of each sample in the loss: float32 [B]; the mean squared error, unless an ingredient changes it."""
@@ -260,10 +274,10 @@ class LatentDiffusion(nn.Module):
     def loss(self, outputs: Prediction, batch: Batch) -> Tensor | dict[str, Tensor]:
         """Mean error of the microbatch, float32 []; or all terms, where ingredients add some: the Trainer adds them."""
         terms = {"diffusion": self.sample_errors(outputs).mean()}
-        for ingredient in self.ingredients:
+        for ingredient in self.ingredients if outputs.is_training else ():
             added = ingredient.loss(outputs)
-            if taken := (terms.keys() | {"total"}) & added.keys():  # Composer takes a term `total` for the sum.
-                raise ValueError(f"a term of the loss is called {taken.pop()} already: rename that of {ingredient}")
+            # Composer takes a term `total` for the sum.
+            _check_new(terms.keys() | {"total"}, added, "a term of the loss", ingredient)
             terms |= added
         return terms if len(terms) > 1 else terms["diffusion"]
 
@@ -345,6 +359,14 @@ def timestep_bins(num_timesteps: int) -> list[range]:
     """Divide the timesteps 0 .. num_timesteps - 1 into ten nearly equal ranges."""
     ends = [num_timesteps * i // NUM_TIMESTEP_BINS for i in range(NUM_TIMESTEP_BINS + 1)]
     return [range(*pair) for pair in pairwise(ends)]
+
+
+def _check_new(known: Collection[str], added: Any, what: str, ingredient: Ingredient) -> None:
+    """Raise a ConfigurationError if an ingredient gives no dictionary, or names that are known already."""
+    if not isinstance(added, Mapping):
+        raise ConfigurationError(f"{type(ingredient).__name__} gives {added!r} for {what}: give a dictionary")
+    if taken := {*known} & added.keys():
+        raise ConfigurationError(f"{what} is called {taken.pop()} already: rename that of {type(ingredient).__name__}")
 
 
 def squared_error(outputs: Prediction) -> Tensor:

@@ -73,15 +73,15 @@ def scale_output(network: nn.Module, ratio: float) -> None:
 
 def take_whole_timesteps(network: Network) -> None:
     """Let a transformer take timesteps in int64 instead of noise rates; a U-Net does."""
-
-    def scale(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if len(arguments) > 1 and not arguments[1].is_floating_point():
-            rates = arguments[1].to(torch.float32) / NUM_TIMESTEPS
-            arguments = (arguments[0], rates, *arguments[2:])
-        return arguments, named
-
     if isinstance(network, PRXTransformer2DModel):
-        network.register_forward_pre_hook(scale, with_kwargs=True)
+        network.register_forward_pre_hook(_scale_timesteps, with_kwargs=True)
+
+
+def _scale_timesteps(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    if len(arguments) > 1 and not arguments[1].is_floating_point():
+        rates = arguments[1].to(torch.float32) / NUM_TIMESTEPS
+        arguments = (arguments[0], rates, *arguments[2:])
+    return arguments, named
 
 
 def cast_positions(network: Network, dtype: torch.dtype) -> None:

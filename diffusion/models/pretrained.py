@@ -79,8 +79,8 @@ class FrozenParts:
     num_chunks: int = 1
     """Chunks of a caption that the text encoder is given one by one (`model.text_encoder.chunks`)."""
 
-    def tokenize(self, captions: Sequence[str]) -> NDArray[np.int32]:
-        """Encode K captions: int32 [K, L]."""
+    def tokenize(self, captions: str | Sequence[str]) -> NDArray[np.int32]:
+        """Encode K captions (or one): int32 [K, L]."""
         return tokenize(self.tokenizer, captions, self.num_chunks)
 
     def identities(self) -> dict[str, str]:
@@ -288,6 +288,22 @@ def read_noise_schedule(source: Path) -> dict[str, Any] | None:
     return {key: stored.get(key, arguments[key].default) for key in SCHEDULE_KEYS}
 
 
+def stored_resolution(source: Path, component: str, vae_factor: int) -> int | None:
+    """Default size in pixels of the images of a folder's or file's network; None if it has none.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    if is_single_file(source):
+        with open_safetensors(source) as file:
+            stored = (file.metadata() or {}).get("resolution", "")
+        return int(stored) if stored.isdecimal() else None
+    is_unet = component == "unet"
+    path = source / component / "config.json" if is_unet else source / PIPELINE_INDEX
+    stored = read_json(path).get("sample_size" if is_unet else "default_sample_size") if path.is_file() else None
+    return stored * (vae_factor if is_unet else 1) if isinstance(stored, int) else None
+
+
 def check_config(there: Any, here: Any, source: str, key: str) -> None:
     """Raise a ConfigurationError if another module of a class has a configuration that changes its results."""
     differing = [
@@ -297,7 +313,8 @@ def check_config(there: Any, here: Any, source: str, key: str) -> None:
     ]
     if differing:
         raise ConfigurationError(
-            f"{source}: {'; '.join(differing)}. Set model.architecture and {key} as the weights were trained"
+            f"{source}: {'; '.join(differing)}. Set model.architecture and {key}, or choose the family, as the weights "
+            "were trained"
         )
 
 

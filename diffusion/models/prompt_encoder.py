@@ -15,6 +15,7 @@ from transformers import CLIPTextModel, CLIPTokenizer
 from diffusion.config.ingredients import TextAdapterConfig
 from diffusion.config.model import ModelConfig
 from diffusion.datasets.transforms import Placement
+from diffusion.errors import ConfigurationError
 from diffusion.files import read_json, write_json
 from diffusion.models.conditioning import Conditioner
 from diffusion.models.ingredients.text_adapter import FOLDER, WEIGHTS, TextAdapterIngredient, build_text_adapter
@@ -73,6 +74,8 @@ class PromptEncoder:
             DataError: a file is damaged.
         """
         path = Path(folder).expanduser()
+        if not (path / FOLDER).is_dir():
+            raise ConfigurationError(f"{folder} holds no {FOLDER}/: give an export of a model that needs it")
         settings = read_json(path / FOLDER / CONFIG)
         self._num_chunks, self._is_masked = settings["chunks"], settings["is_masked"]
         if settings["is_language_model"]:

@@ -6,7 +6,7 @@ Shape letters: B images, C channels, H W height and width of the latent.
 import math
 import operator
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -266,15 +266,24 @@ def expand_prompts(
     """Prompt and negative prompt of each image; those of a prompt are adjacent.
 
     Raises:
-        ValueError: the number of negative prompts is neither 1 nor P.
+        ValueError: one is no text, or the number of negative prompts is neither 1 nor P.
     """
-    prompts = [prompts] if isinstance(prompts, str) else prompts
-    negatives = [negative_prompts or ""] if isinstance(negative_prompts, str | None) else list(negative_prompts)
+    prompts = _texts("prompts", prompts)
+    negatives = _texts("negative_prompts", negative_prompts, absent="")
     if len(negatives) not in (1, len(prompts)):
         raise ValueError(f"{len(negatives)} negative prompts for {len(prompts)} prompts: give one, or one each")
     negatives = negatives * len(prompts) if len(negatives) == 1 else negatives
     repeat = range(num_images_per_prompt)
     return [prompt for prompt in prompts for _ in repeat], [negative for negative in negatives for _ in repeat]
+
+
+def _texts(name: str, given: Any, absent: str | None = None) -> list[str]:
+    """List one text or several, with `absent` in place of None; a ValueError if one is no text."""
+    several: Any = [given] if isinstance(given, str) or not isinstance(given, Iterable) else given
+    texts = [absent if text is None else text for text in several]
+    if wrong := [text for text in texts if not isinstance(text, str)]:
+        raise ValueError(f"{name} {wrong[0]!r}: give texts")
+    return texts
 
 
 def image_seeds(seed: int | Sequence[int] | None, num_images: int) -> list[int]:

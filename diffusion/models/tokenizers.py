@@ -97,12 +97,13 @@ def repair(caption: str) -> str:
     return _SPECIAL.sub(r"<| \1 |>", repaired)
 
 
-def tokenize(tokenizer: Any, captions: Sequence[str], num_chunks: int = 1) -> NDArray[np.int32]:
-    """Encode K captions, padded and truncated to chunks of the tokenizer's length: int32 [K, L].
+def tokenize(tokenizer: Any, captions: str | Sequence[str], num_chunks: int = 1) -> NDArray[np.int32]:
+    """Encode K captions (or one), padded and truncated to chunks of the tokenizer's length: int32 [K, L].
 
     Each chunk has a start and an end of its own. A short caption leaves the last ones empty. A language model's
     tokenizer has one chunk, with the special tokens that the model was trained with.
     """
+    captions = [captions] if isinstance(captions, str) else captions
     length = tokenizer.model_max_length
     if not isinstance(tokenizer, CLIPTokenizer):
         options = {"padding": "max_length", "truncation": True, "max_length": length, "return_tensors": "np"}

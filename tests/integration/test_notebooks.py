@@ -3,6 +3,7 @@
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -11,6 +12,7 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_notebook
 
+from diffusion.config.loading import load_config, to_yaml
 from tests.tools.training_runs import ROOT
 
 pytestmark = pytest.mark.slow
@@ -35,14 +37,13 @@ def read(path) -> NotebookNode:
 
 
 def with_values(notebook: NotebookNode, values: dict) -> list[NotebookNode]:
-    """The cells of a notebook, the values of its cell of parameters replaced."""
+    """The cells of a notebook, some values of its cell of parameters replaced."""
     cells: list[NotebookNode] = []
     for cell in notebook.cells:
         cells.append(cell)
         if "parameters" in cell.metadata.get("tags", []):
             known = {line.split(" = ")[0] for line in cell.source.splitlines()}
             replaced = {name: value for name, value in values.items() if name in known}
-            assert replaced.keys() == known
             cells.append(new_code_cell("\n".join(f"{name} = {value!r}" for name, value in replaced.items())))
     assert len(cells) == len(notebook.cells) + 1
     return cells
@@ -64,8 +65,8 @@ def value_of(outputs: list[NotebookNode]):
     return eval(output.data["text/plain"])
 
 
-def run_notebook(notebook: NotebookNode) -> None:
-    """Run all cells, in the repository's folder.
+def run_notebook(notebook: NotebookNode, working_directory: Path) -> None:
+    """Run all cells.
 
     The kernel listens on sockets in a folder of its own: TCP ports are chosen seconds before they are bound, when
     another program may have them.
@@ -81,7 +82,7 @@ def run_notebook(notebook: NotebookNode) -> None:
             startup_timeout=600,
             iopub_timeout=300,
             raise_on_iopub_timeout=True,
-            resources={"metadata": {"path": str(ROOT)}},
+            resources={"metadata": {"path": str(working_directory)}},
         )
         client.execute(cleanup_kc=True)
 
@@ -97,7 +98,9 @@ def test_what_lies_in_the_repository_has_no_outputs(path):
 
 
 def test_the_notebooks_run_and_show_what_they_say(tmp_path, server, shapes):
-    runs = [tmp_path / "first", tmp_path / "second"]
+    """With their own paths, from a folder beside `runs`."""
+    (tmp_path / "notebooks").mkdir()
+    runs = [tmp_path / "first", tmp_path / "runs/demo/modern_64"]
     common = ["trainer.max_duration=4ba"]
     server.train(
         1,
@@ -106,20 +109,14 @@ def test_the_notebooks_run_and_show_what_they_say(tmp_path, server, shapes):
             for run, lr in zip(runs, (0.001, 0.002), strict=True)
         ],
     )
-    values = {
-        "RUN": str(runs[1]),
-        "RUNS": [str(run) for run in runs],
-        "PREPARED": str(shapes / "prepared"),
-        "SPLIT": "train",
-        "PROMPT": "a red circle",
-        "NUM_STEPS": 2,
-    }
+    (tmp_path / "runs/demo/prepared").symlink_to(shapes / "prepared")
+    values = {"RUNS": ["../first", "../runs/demo/modern_64"], "NUM_STEPS": 2}
     # One kernel for all, which imports once; each notebook begins without the names of those before.
     cells = [new_code_cell(NO_NETWORK)]
     for path in NOTEBOOKS:
         cells += [new_code_cell("%reset -f"), *with_values(read(path), values)]
     notebook = new_notebook(cells=cells)
-    run_notebook(notebook)
+    run_notebook(notebook, tmp_path / "notebooks")
 
     manifest = json.loads((shapes / "prepared" / "manifest.json").read_text())
     counted = value_of(outputs_after(notebook.cells, '"kept by source"'))
@@ -135,6 +132,16 @@ def test_the_notebooks_run_and_show_what_they_say(tmp_path, server, shapes):
     assert {run["steps"] for run in summary.values()} == {"4 of 4"}
     assert list(summary) == values["RUNS"]
     differing = value_of(outputs_after(notebook.cells, "config_text.splitlines()"))
-    assert any("0.002" in line for line in differing[values["RUN"]])
+    assert any("0.002" in line for line in differing[values["RUNS"][1]])
     assert value_of(outputs_after(notebook.cells, "find_checkpoints(")) == {"steps": [2, 4]}
     assert shows_image(outputs_after(notebook.cells, "load_model(checkpoint)"))
+
+
+def test_a_run_that_has_just_begun_is_shown(tmp_path):
+    config = load_config(str(ROOT / "tests/tools/toy.yaml"), [f"trainer.checkpoint_folder={tmp_path / 'elsewhere'}"])
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    shown: dict[str, Any] = {}
+    for cell in with_values(read(ROOT / "notebooks" / "runs.ipynb"), {"RUNS": [str(tmp_path)]}):
+        if cell.cell_type == "code":
+            exec(cell.source, shown)
+    assert shown["rows"] == []

@@ -3,12 +3,17 @@
 import pytest
 from composer import Algorithm, Callback
 from composer.loggers import LoggerDestination
+from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from diffusion.config.fields import Plugin
+from diffusion.config.loading import load_config
 from diffusion.config.schema import Config
 from diffusion.config.training import PluginsConfig
 from diffusion.errors import ConfigurationError
 from diffusion.plugins import IndexedDataset, build_plugin, check_plugins
+from diffusion.train import build_train_data
+from tests.tools.toys import ToyLatents
 
 HERE = "tests.integration.test_run_plugins"
 NUMBER = 5
@@ -101,3 +106,23 @@ def test_all_paths_and_arguments_are_checked_without_building():
         strict=True,
     ):
         assert line.startswith(f"  - {message}")
+
+
+class Streamed(IterableDataset):
+    def __len__(self) -> int:
+        return 64
+
+    def __iter__(self):
+        return iter(ToyLatents())
+
+
+class Unnumbered(ToyLatents):
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"token_ids": super().__getitem__(index)["token_ids"]}
+
+
+@pytest.mark.parametrize(("name", "message"), [("Streamed", "has no __getitem__"), ("Unnumbered", "the key 'sample'")])
+def test_a_data_set_of_wrong_samples_is_refused(name, message):
+    config = load_config("tests/tools/toy.yaml", [f"plugins.train_dataset.path={HERE}.{name}"])
+    with pytest.raises(ConfigurationError, match=rf"plugins\.train_dataset .*{name}.*{message}"):
+        build_train_data(config)

@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.formats.marks import SOURCE_TYPE, Mark, c2pa_signer, save_marked
@@ -120,3 +121,24 @@ def test_without_the_library_a_manifest_is_an_error(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "c2pa", None)
     with pytest.raises(MachineError, match="c2pa-python"):
         c2pa_signer(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize("image_format", ["png", "jpeg", "webp"])
+def test_a_format_in_small_letters_is_marked_at_a_path_as_text(image_format: str, tmp_path: Path) -> None:
+    save_marked(IMAGE, str(tmp_path / "a"), MARK, image_format=image_format)
+    assert read_mark(tmp_path / "a")["DigitalSourceType"] == SOURCE_TYPE
+
+
+@pytest.mark.parametrize("image_format", ["TIFF", "GIF", "JPG"])
+def test_a_format_without_marks_is_refused(image_format: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=image_format):
+        save_marked(IMAGE, tmp_path / "a", MARK, image_format=image_format)
+    assert not (tmp_path / "a").exists()
+
+
+def test_texts_of_several_images_stay_as_they_are(tmp_path: Path) -> None:
+    info = PngInfo()
+    info.add_text("prompt", "a cat")
+    for name in "ab":
+        save_marked(IMAGE, tmp_path / name, MARK, pnginfo=info)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()

@@ -146,7 +146,7 @@ class AlignmentIngredient(Ingredient):
         network.get_submodule(name).register_forward_hook(self._keep)
 
     def _keep(self, source: nn.Module, arguments: Any, output: Tensor) -> None:
-        if source.training:
+        if self._caller.call.is_training:
             self._caller.call.hidden = output
 
     def values(self, call: Call, noised: Tensor) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from diffusion.datasets.batch import BatchKey, num_samples, split_batch
+from diffusion.datasets.batch import BatchKey, num_microbatches, num_samples, split_batch
 
 
 def ragged() -> dict:
@@ -38,3 +38,7 @@ def test_microbatches_of_tensors() -> None:
     assert [part[BatchKey.SAMPLE].tolist() for part in parts] == [[0, 1, 2], [3, 4, 5], [6]]
     assert torch.equal(torch.cat([part[BatchKey.TOKEN_IDS] for part in parts]), batch[BatchKey.TOKEN_IDS])
     assert len(split_batch(batch, 100)) == 1
+
+
+def test_texts_do_not_change_the_microbatches() -> None:
+    assert num_microbatches({BatchKey.SAMPLE: torch.arange(8), "caption": ["a cat"] * 8}, 4) == 2  # pyright: ignore

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from diffusion.config.data import Crop, ImageSize, Mixing, Representation, Shuffling, StreamConfig, ValidationConfig
 from diffusion.datasets.batch import BatchKey, CollateGroups, collate, split_batch
@@ -333,3 +334,19 @@ def test_validation_data_that_is_missing(tmp_path: Path) -> None:
     config = ValidationConfig(local=str(tmp_path / "validation"))
     with pytest.raises(DataError, match=r"validation/a \(stream 'a'\)"):
         validation_dataset(config, data_config(root, "a"), tokenize=tokenize)
+
+
+def test_a_plain_loader_reads_by_numbers(tmp_path: Path) -> None:
+    dataset: Any = open_loader(write_encoded(tmp_path, {"a": 12}), "a", tokenize=None, **LATENTS).dataset
+    batches = list(DataLoader(dataset, 4))
+    assert torch.cat([batch[BatchKey.SAMPLE] for batch in batches]).tolist() == [
+        one[BatchKey.SAMPLE] for one in dataset
+    ]
+    assert dataset[-1][BatchKey.SAMPLE] == dataset[11][BatchKey.SAMPLE]
+    with pytest.raises(IndexError):
+        dataset[-13]
+
+
+def test_images_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="tokenize"):
+        open_loader(write_prepared(tmp_path, {"a": 12}), "a", tokenize=None)

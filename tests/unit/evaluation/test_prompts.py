@@ -249,6 +249,10 @@ def test_prompts_of_a_data_set_are_those_of_whole_samples(tmp_path, compression)
             captions = [f" caption {i} " if i % 5 == 0 else " ", "another"]
             writer.write({"image": bytes(100), "captions": captions, "key": f"{i}", "width": i})
     samples = PreparedSamples(tmp_path / "set")
+    assert samples.sample(-1) == samples.sample(59)
+    for outside in (-61, 60):
+        with pytest.raises(IndexError):
+            samples.captions(outside)
     names = list(samples.names())
     order = sorted(range(60), key=lambda i: hashlib.sha256(names[i].encode()).digest())
     wanted = sorted([i for i in order if samples.sample(i)["captions"][0].strip()][:7])

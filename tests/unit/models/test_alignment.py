@@ -168,6 +168,14 @@ def test_validation_and_later_phases_do_without(folder):
     assert all(torch.equal(value, before[name]) for name, value in projection.state_dict().items())
 
 
+def test_a_model_in_eval_mode_has_the_loss_of_training_and_validation_has_one_term(folder):
+    model, images = build(config_of(folder)).eval(), batch()
+    found = terms(model, images)
+    for name, value in terms(model.train(), images).items():
+        torch.testing.assert_close(found[name], value)
+    assert isinstance(model.loss(model.eval_forward(images), images), Tensor)
+
+
 def test_the_plan_counts_the_projection_and_the_frozen_encoder(folder):
     config = config_of(folder)
     counts, plain = _network_counts(to_yaml(config)), _network_counts(to_yaml(config_of(None)))

@@ -19,6 +19,7 @@ from diffusion.config.model import Architecture, FlowConfig, ModelConfig, Object
 from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError
 from diffusion.models import LatentDiffusion, build_model, tiny
+from diffusion.models.architectures import TINY, build_vae
 from diffusion.models.pretrained import SCHEDULER_CONFIG
 from tests.tools.pipelines import write_model
 
@@ -271,3 +272,19 @@ def test_predictions_with_other_channels_than_the_latents_are_rejected():
     config = ModelConfig(architecture=Architecture.tiny, network={"out_channels": 1})
     with pytest.raises(ConfigurationError, match=r"model\.network\.out_channels is 1"):
         build_model(config, ObjectiveConfig(), resolution=32, seed=17)
+
+
+def test_the_default_size_is_that_of_the_weights(changed, tmp_path):
+    change(changed / "unet" / "config.json", sample_size=16)
+    assert tiny(changed, network=changed).resolution == 64
+    assert tiny(changed, network=changed, resolution=32).resolution == 32
+    folder = write_model(models.tiny_transformer(), tmp_path / "transformer", resolution=48)
+    assert models.tiny_transformer(folder, network=folder).resolution == 48
+
+
+def test_the_size_is_a_multiple_of_the_factor_of_the_vae(tmp_path):
+    blocks = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
+    build_vae(TINY, blocks | {"block_out_channels": [16, 32]}).save_pretrained(tmp_path)
+    assert tiny(vae=tmp_path, resolution=34).side_factor == 2
+    with pytest.raises(ConfigurationError, match="resolution 33: give a multiple of 2"):
+        tiny(vae=tmp_path, resolution=33)

@@ -18,7 +18,7 @@ from diffusion.config.fields import Plugin
 from diffusion.config.frozen import FrozenPaths
 from diffusion.config.loading import load_config, to_yaml
 from diffusion.config.model import InitFromConfig, ModelConfig, PredictionType
-from diffusion.config.schema import Config
+from diffusion.config.schema import Config, Task
 from diffusion.config.training import Device
 from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError, DataError
@@ -125,8 +125,42 @@ def test_names_of_parts_and_terms_are_unique(monkeypatch):
     for term in ("brightness", "total"):
         monkeypatch.setattr(Darkness, "loss", lambda self, outputs, term=term: {term: outputs.prediction.mean()})
         _, model = build(*(Plugin(path=path) for path in paths))
-        with pytest.raises(ValueError, match=f"a term of the loss is called {term} already"):
+        with pytest.raises(ConfigurationError, match=f"a term of the loss is called {term} already"):
             model.loss(model(batch()), batch())
+
+
+def test_names_of_values_and_frozen_parts_are_unique(monkeypatch):
+    plugins = [Plugin(path=f"{__name__}.{name}") for name in ("Brightness", "Darkness")]
+    for names in ({"vae"}, {"tokenizer"}):
+        monkeypatch.setattr(Darkness, "frozen", dict.fromkeys(names, nn.Identity()))
+        with pytest.raises(ConfigurationError, match=f"frozen part is called {names.pop()} already.*Darkness"):
+            build(*plugins)
+    monkeypatch.setattr(Darkness, "frozen", {})
+    for values, message in (
+        (Brightness.values, "is called brightness already.*Darkness"),
+        (print, "Darkness gives None"),
+    ):
+        monkeypatch.setattr(Darkness, "values", values)
+        with pytest.raises(ConfigurationError, match=message):
+            build(*plugins)[1](batch())
+
+
+@pytest.mark.parametrize("part", ["", "a.b", "seed", "frozen", "unet"])
+def test_an_impossible_part_is_refused_with_its_class(monkeypatch, part):
+    monkeypatch.setattr(Darkness, "part", part)
+    with pytest.raises(ConfigurationError, match=rf"called '{re.escape(part)}'.*Darkness"):
+        build(Plugin(path=f"{__name__}.Darkness"))
+
+
+def test_a_method_of_an_old_name_is_refused(monkeypatch):
+    monkeypatch.setattr(Darkness, "encode", Ingredient.condition, raising=False)
+    with pytest.raises(ConfigurationError, match=r"Darkness: rename the method `encode` to `condition`"):
+        build(Plugin(path=f"{__name__}.Darkness"))
+
+
+def test_validation_has_no_terms():
+    _, model = build(Plugin(path=f"{__name__}.Brightness"))
+    assert isinstance(model.loss(model.eval_forward(batch()), batch()), Tensor)
 
 
 def test_wrong_paths_are_found_before_the_start():
@@ -176,6 +210,40 @@ def test_ones_that_the_user_names_are_built_from_a_checkpoint(tmp_path):
     config.init_from = InitFromConfig(checkpoint=str(tmp_path / "ep0-ba1.pt"))
     found = build_training_model(config, Device.cpu)
     assert torch.equal(found.get_parameter("brightness.weight"), weights["brightness.weight"])
+
+
+def test_initial_weights_leave_out_what_is_not_named(tmp_path):
+    config, model = build(*(Plugin(path=f"{__name__}.{name}") for name in ("Brightness", "Darkness")))
+    weights = {name: value + 1 for name, value in model.state_dict().items()}
+    checkpoint, _ = stored(tmp_path, config, weights)
+    here, _ = build(Plugin(path=f"{__name__}.Brightness"))
+    here.init_from = InitFromConfig(checkpoint=str(checkpoint))
+    found = build_training_model(here, Device.cpu).state_dict()
+    assert weights.keys() - found.keys() == {"darkness.weight", "darkness.bias"}
+    assert all(torch.equal(weights[name], value) for name, value in found.items())
+
+
+@pytest.mark.parametrize("out", ["out", "out.safetensors"])
+def test_an_ingredient_that_an_export_would_leave_out_is_refused(tmp_path, out):
+    path = f"{__name__}.Brightness"
+    config, model = build(Plugin(path=path))
+    checkpoint, _ = stored(tmp_path, config, model.state_dict())
+    with pytest.raises(ConfigurationError, match="leave out Brightness: define merged or exported"):
+        export(str(checkpoint), tmp_path / out, paths=FrozenPaths(ingredients=[path]))
+
+
+def test_what_is_no_run_of_a_diffusion_model_is_named(tmp_path):
+    config, _ = build()
+    checkpoint, _ = stored(tmp_path / "diffusion", config, {"unet.conv_in.bias": torch.zeros(1)})
+    with pytest.raises(DataError, match=r"no averages .* no weights 'average': choose raw"):
+        load_model(checkpoint, weights="average")
+    config.task = Task.autoencoder
+    for path in stored(tmp_path / "vae", config, {"vae.bias": torch.zeros(1)}):
+        with pytest.raises(ConfigurationError, match="a run of autoencoder"):
+            load_model(path)
+    (tmp_path / "model_index.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match="is a model folder"):
+        load_model(tmp_path)
 
 
 def test_initial_weights_mean_what_they_meant_in_their_training(tmp_path):

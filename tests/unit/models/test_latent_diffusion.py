@@ -15,7 +15,7 @@ from diffusion.models import LatentDiffusion, load_frozen_parts, tiny
 from diffusion.models.build import build_parts
 from diffusion.models.conditioning import Conditioning
 from diffusion.models.latents import LatentScaling
-from diffusion.models.sampling import inference_scheduler, initial_latents, sample_latents
+from diffusion.models.sampling import expand_prompts, inference_scheduler, initial_latents, sample_latents
 from diffusion.preparation.encoding.models import Encoder, EncodingModels
 
 SMALL = {"block_out_channels": [16, 32], "norm_num_groups": 4}
@@ -110,6 +110,18 @@ def test_noise_changes_with_the_step_and_repeats_for_the_same_one(model):
     assert torch.equal(first.draws.timesteps, again.draws.timesteps)
     assert not torch.equal(first.draws.timesteps, later.draws.timesteps)
     assert not torch.equal(first.target, later.target)
+
+
+def test_training_without_steps_is_warned_about(model, recwarn):
+    batch = image_batch()
+    model.train()(batch)
+    del batch[BatchKey.STEP]
+    model.eval_forward(batch)
+    with torch.no_grad():
+        model(batch)
+    assert not any("'step'" in str(warning.message) for warning in recwarn)
+    with pytest.warns(UserWarning, match=r"batch\['step'\]"):
+        model(batch)
 
 
 def test_evaluation_is_fixed_whatever_the_step_and_drops_no_caption():
@@ -370,6 +382,12 @@ class TestGenerate:
             ({"width": 32.0}, "width 32.0"),
             ({"seed": [1.5]}, "seed 1.5"),
             ({"seed": 2**32}, f"seed {2**32}"),
+            ({"negative_prompts": [1]}, "negative_prompts 1"),
+            ({"guidance_scale": "3"}, "guidance_scale '3'"),
+            ({"guidance_scale": [1, 2]}, "guidance_scale"),
+            ({"guidance_scale": float("nan")}, "guidance_scale nan"),
+            ({"original_size": 64}, "original_size 64"),
+            ({"crop": (1, 2, 3)}, "crop"),
             ({"latents": torch.zeros(2, 4, 8, 8)}, r"latents \(2, 4, 8, 8\): .* \(1, 4, 8, 8\)"),
             ({"latents": torch.zeros(1, 4, 8, 8), "height": 64}, r"\(1, 4, 16, 8\)"),
         ],
@@ -377,6 +395,15 @@ class TestGenerate:
     def test_wrong_arguments_are_named(self, model, options, message):
         with pytest.raises(ValueError, match=message):
             model.generate("a", **{"num_inference_steps": 1, "progress": False, **options})
+
+    @pytest.mark.parametrize("prompts", [None, b"a", ["a", None]])
+    def test_what_is_no_text_is_refused(self, model, prompts):
+        with pytest.raises(ValueError, match="prompts"):
+            model.generate(prompts)
+
+    def test_prompts_of_an_iterator_and_absent_negative_ones(self, model):
+        assert expand_prompts((text for text in "ab"), [None, "x"], 1) == (["a", "b"], ["", "x"])  # pyright: ignore
+        assert np.array_equal(model.tokenize("a cat"), model.tokenize(["a cat"]))
 
     def test_no_prompts_are_no_images(self, model):
         assert model.generate([], seed=0) == []

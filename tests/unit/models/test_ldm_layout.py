@@ -166,13 +166,14 @@ def file(tmp_path_factory) -> Path:
     model = tiny(seed=5, prediction_type="epsilon")
     path = tmp_path_factory.mktemp("ldm") / "model.safetensors"
     scheduler = exported_scheduler(build_noise_scheduler(model.objective)).to_json_string()
-    save_file(single_file(model.unet, model.vae, model.text_encoder), path, {SCHEDULER_KEY: scheduler})
+    metadata = {SCHEDULER_KEY: scheduler, "resolution": "64"}
+    save_file(single_file(model.unet, model.vae, model.text_encoder), path, metadata)
     return path
 
 
 def test_a_notebook_reads_weights_and_prediction_type(file, tmp_path, caplog):
     loaded, expected = tiny(network=file), tiny(seed=5)
-    assert loaded.objective.prediction_type == "epsilon"
+    assert (loaded.objective.prediction_type, loaded.resolution) == ("epsilon", 64)
     assert all(torch.equal(one, two) for one, two in zip(loaded.parameters(), expected.parameters(), strict=True))
     assert "assumed" not in caplog.text
     half = {name: tensor.half() for name, tensor in load_file(file).items()}

@@ -334,3 +334,8 @@ def test_the_identity_of_a_half_precision_text_encoder_is_that_of_transformers_4
     module.half().save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float16"
     assert module_identity(load_pretrained(CLIPTextModel, str(tmp_path), local_files_only=True)) == "6b6d9b6aa875f1ad"
+
+
+def test_an_export_without_an_encoding_of_its_own_is_named(tmp_path):
+    with pytest.raises(ConfigurationError, match="holds no text_adapter/"):
+        PromptEncoder(tmp_path)

@@ -1,5 +1,6 @@
 """The transformer: timesteps, padding, sizes, and the pipeline of diffusers with the same images."""
 
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -134,3 +135,11 @@ def test_the_pipeline_of_diffusers_gives_the_images_of_generate(model, tmp_path)
 )
 def test_sides_of_images_are_multiples_of_the_vae_s_factor_and_the_patch(architecture, network, factor):
     assert side_factor(ModelConfig(architecture=Architecture(architecture), network=network)) == factor
+
+
+def test_a_model_is_pickled(model):
+    found = pickle.loads(pickle.dumps(model))
+    images = [
+        one.generate("a", seed=0, num_inference_steps=1, output="tensor", progress=False) for one in (found, model)
+    ]
+    assert torch.equal(*images)
