@@ -1,8 +1,8 @@
 """Bytes of an image file to an RGB image: the one way in which preparation, encoding and training decode.
 
-The image is what a viewer shows on a white page: upright by its EXIF orientation, transparency composited on white,
-16-bit samples scaled to 8 bits, the first frame of an animation. Colour profiles are applied if that is asked for,
-which is part of a data set's identity.
+The image is what a viewer shows on a white page: upright by its EXIF (or else XMP) orientation, transparency composited
+on white, 16-bit samples scaled to 8 bits, the first frame of an animation. Colour profiles are applied if that is asked
+for, which is part of a data set's identity.
 """
 
 import functools
@@ -41,7 +41,8 @@ MAX_PIXELS = 2**29
 _PNG_TEXT_BYTES = 2**26
 """Texts and profile of a PNG, decompressed."""
 
-_PHOTOMETRIC, _MIN_IS_WHITE = 262, 0
+_BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339
+_MIN_IS_WHITE, _SIGNED = 0, (2,)
 _ORIENTATION = 0x0112
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -180,7 +181,7 @@ def _formats() -> tuple[str, ...]:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation of a loaded image; 1 (upright) where there is none or it is damaged."""
+    """Return the orientation of a loaded image (EXIF, or else XMP); 1 (upright) where that is missing or damaged."""
     try:
         orientation = image.getexif().get(_ORIENTATION, 1)
     except _DECODER_ERRORS:
@@ -212,12 +213,14 @@ def _to_rgb(image: Image.Image, profile: bytes | None) -> Image.Image:
 
 
 def _sixteen_bits_to_rgb(image: Image.Image) -> Image.Image:
-    """Scale grey samples of 0 to 65535 to 0 to 255, a transparent value to white."""
-    samples = np.asarray(image)
-    if samples.min() < 0 or samples.max() > 65535:
-        raise ValueError("32-bit samples have no defined range")
-    levels = ((np.arange(65536) * 255 + 32767) // 65535).astype(np.uint8)
-    if getattr(image, "tag_v2", {}).get(_PHOTOMETRIC) == _MIN_IS_WHITE:
+    """Scale grey samples of 16 bits (in a TIFF: or 12, or signed) to 0 to 255, a transparent value to white."""
+    samples, tags = np.asarray(image), getattr(image, "tag_v2", {})
+    bits, is_signed = tags.get(_BITS), tags.get(_SAMPLE_FORMAT) == _SIGNED
+    white = 4095 if bits == (12,) else 32767 if bits == (16,) and is_signed else 65535
+    if samples.min() < 0 or samples.max() > white:
+        raise ValueError("negative and 32-bit samples have no defined range")
+    levels = ((np.arange(white + 1) * 255 + white // 2) // white).astype(np.uint8)
+    if tags.get(_PHOTOMETRIC) == _MIN_IS_WHITE:
         levels = levels[::-1]
     transparent = image.info.get("transparency")
     if isinstance(transparent, int):

@@ -37,8 +37,8 @@ _FLAT = range(0, 0xF0, 0x10)
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]", re.DOTALL)
 """In the data of a scan: the end of it."""
 
-_GREY = (128, 128, 128)
-"""Colour that a JPEG decoder gives to blocks without data."""
+_GREY = ((128, 128, 128), (64, 64, 64))
+"""Colours that a JPEG decoder gives to blocks without data; the second is that of CMYK."""
 
 _MORE_DATA = bytes(range(1, 255)) * 4
 """Data of a scan that change each block without data."""
@@ -111,7 +111,7 @@ def is_truncated(data: bytes, rgb: Image.Image, max_pixels: int) -> bool:
     if end < 0 or _lacks_scans(data) or _has_hole(data):
         return True
     right, bottom = rgb.width - 1, rgb.height - 1
-    if not any(rgb.getpixel(corner) == _GREY for corner in ((0, 0), (right, 0), (0, bottom), (right, bottom))):
+    if not any(rgb.getpixel(corner) in _GREY for corner in ((0, 0), (right, 0), (0, bottom), (right, bottom))):
         return False
     longer = decode_reduced(data[:end] + _MORE_DATA + data[end:], REDUCED_SIDE, max_pixels).image
     return longer.tobytes() != rgb.tobytes()

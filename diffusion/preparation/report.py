@@ -22,7 +22,7 @@ from PIL import Image
 
 from diffusion import storage
 from diffusion.config.fields import size_text
-from diffusion.datasets.images import UndecodableImageError, decode_rgb
+from diffusion.datasets.images import UndecodableImageError, decode_reduced
 from diffusion.errors import DataError, MachineError
 from diffusion.formats.data_set import ANSWERS, REPORT_NUMBERS, REPORT_PAGE, SCORES, SELECTION, folder_order
 from diffusion.preparation.chat_captions import COUNTS
@@ -261,7 +261,7 @@ def _read_answers(database: MetadataDatabase) -> tuple[dict[str, Any] | None, li
         for _, _, *values in counts:
             sums.update(dict(zip(names, values, strict=True)))
     first = parts[:_PARTS_PER_QUERY]
-    columns = ", ".join(f"m.{name}" for name in ("part", "row_number", "key", "xxh128", *LOCATION))
+    columns = ", ".join(f"m.{name}" for name in ("part", "row_number", "key", "width", "xxh128", *LOCATION))
     found = connection.sql(f"""SELECT {columns}, answers.outcome AS outcome, answers.detail AS detail,
             coalesce(list_select(c.captions, list_transform(generated_captions, lambda i: i + 1)), []) AS captions
         FROM {database.read(folder, first)} c JOIN {database.metadata(first)} m USING (part, row_number)
@@ -279,23 +279,32 @@ def _read_answers(database: MetadataDatabase) -> tuple[dict[str, Any] | None, li
 
 
 def _read_thumbnails(scan: Scan, rows: Sequence[Row]) -> dict[str, str | None]:
-    """Make data URIs of images by key; None for one that is gone, has changed or cannot be decoded."""
+    """Make data URIs of images by key; None for one that the scan did not decode, or that is gone or has changed."""
 
-    def read(row: Row) -> str | None:
+    def read(row: Row) -> bytes | None:
+        if row["width"] is None:  # It may take more memory or time than the limits allow.
+            return None
         source, partition = scan.find(row["part"])
         location = Location(**{name: row[name] for name in LOCATION})
         try:
             [content] = source.images(partition, [location])
-            image = decode_rgb(content)
-        except (DataError, MachineError, UndecodableImageError):
+        except (DataError, MachineError):
             return None
-        if row["xxh128"] not in (None, xxhash.xxh3_128_hexdigest(content)):
-            return None
-        image.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX)
-        return image_uri(image, jpeg_quality=88)
+        return content if row["xxh128"] == xxhash.xxh3_128_hexdigest(content) else None
 
     by_key = {row["key"]: row for row in rows}
-    return dict(zip(by_key, storage.concurrent_map(read, by_key.values()), strict=True))
+    contents = storage.concurrent_map(read, by_key.values())
+    # One at a time, for the memory of large ones.
+    return {key: _thumbnail(content) if content else None for key, content in zip(by_key, contents, strict=True)}
+
+
+def _thumbnail(content: bytes) -> str | None:
+    try:
+        image = decode_reduced(content, THUMBNAIL).image
+    except UndecodableImageError:
+        return None
+    image.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX)
+    return image_uri(image, jpeg_quality=88)
 
 
 # The page

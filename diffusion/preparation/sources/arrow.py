@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class ArrowSource(TableSource):
     def _opened(self, file: str, buffer_bytes: int | None = None) -> Iterator[tuple[Any, bool]]:
         """Open a file of either format: a reader, and whether its batches can be read one without another."""
         with self.open(file, buffer_bytes=buffer_bytes) as opened:
-            source: Any = opened if is_url(self.root) else pa.memory_map(self.uri(file))
+            source: Any = opened if is_url(self.root) else pa.memory_map(os.fsencode(self.uri(file)))
             is_random = opened.read(6) == b"ARROW1"
             opened.seek(0)
             try:

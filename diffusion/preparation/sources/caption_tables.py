@@ -74,6 +74,8 @@ class _Text:
     def __iter__(self) -> Iterator[str]:
         while line := self._file.readline(self.limit + 1):
             self.number += 1
+            if self.number == 1 and (b"\0" in line or b"\r" in line.rstrip(b"\r\n")):
+                raise self.error("not UTF-8 with line ends LF or CR LF; save it so")
             if len(line) > self.limit:
                 raise self.error(f"longer than {self.limit} bytes (limits.max_metadata_kb)")
             yield line.decode("utf-8-sig" if self.number == 1 else "utf-8", errors="surrogateescape")

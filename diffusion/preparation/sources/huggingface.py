@@ -69,6 +69,10 @@ class HuggingFaceSource(TableSource):
                 raise MachineError(f"{self.path}: {first_line(error)}; run the same command again") from error
             raise_if_not_damage(error)
             yield Batch(row, None, None, 1, f"{first_line(error)}; what came before was read")
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{self.path}: data file {partition.file} cannot be read ({first_line(error)}); where its "
+                            "columns differ from the first, download the data set and name its parquet files"
+                            ) from error  # fmt: skip
 
     def _builder(self, version: str = "") -> Any:
         version = self.revision or version

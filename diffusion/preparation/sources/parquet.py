@@ -1,5 +1,7 @@
 """Source: parquet files with an image, as bytes or as the path of a file, and its captions in each row."""
 
+import functools
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,6 +14,7 @@ from diffusion import storage
 from diffusion.errors import DataError, first_line
 from diffusion.preparation.records import Partition, Partitions, Problem, Reason
 from diffusion.preparation.sources.base import compare, size_of_partitions
+from diffusion.preparation.sources.folder import is_image_name
 from diffusion.preparation.sources.reading import Entry, UnfitFileError
 from diffusion.preparation.sources.tables import (
     BATCH_BYTES,
@@ -22,6 +25,8 @@ from diffusion.preparation.sources.tables import (
     raise_if_not_damage,
 )
 from diffusion.storage import is_url
+
+logger = logging.getLogger(__name__)
 
 _LOCAL_BUFFER = 2**20
 _WHOLE_GROUP = 32 * 2**20
@@ -38,25 +43,28 @@ class ParquetSource(TableSource):
 
     Texts in the image column, and `path` of an image struct without `bytes`, are paths, relative to the folder of
     the parquet file or absolute; URLs and paths that lead out of that folder are rejected. The path comes into the
-    metadata as `image_path`. Columns of text, lists of texts, numbers, truth values and times are metadata. Rows whose
-    `status` is a failure of img2dataset are rejected, and so is each row of a row group that is damaged or takes far
-    more memory than it has bytes in the file, and a file without a sound footer. The rest of a key is the path, `#`
-    and the number of the row.
+    metadata as `image_path`, unless a column is named so. Columns of text, lists of texts, numbers, truth values and
+    times are metadata. Rows whose `status` is a failure of img2dataset are rejected, and so is each row of a row group
+    that is damaged or takes far more memory than it has bytes in the file, and a file without a sound footer. The rest
+    of a key is the path, `#` and the number of the row.
     """
 
     kind: ClassVar[str] = "parquet"
     suffixes: ClassVar[tuple[str, ...]] = (".parquet", ".pq")
 
     def takes(self, names: Sequence[str]) -> list[str]:
-        """Choose the parquet files, without img2dataset's logs beside a tar or a folder of the same name."""
+        """Choose the parquet files, without img2dataset's logs beside a tar or a folder of images of the same name."""
         taken = super().takes(names)
         if self.pattern is not None or not taken:
             return taken
         beside = {name.rpartition(".")[0] for name in names if name.lower().endswith(".tar")}
-        for name in names:
+        for name in filter(is_image_name, names):
             parts = name.split("/")
             beside |= {"/".join(parts[:depth]) for depth in range(1, len(parts))}
-        return [name for name in taken if name.rpartition(".")[0] not in beside]
+        kept = [name for name in taken if name.rpartition(".")[0] not in beside]
+        if len(kept) < len(taken):
+            _log_logs(self.path, len(taken) - len(kept))
+        return kept
 
     def check(self) -> None:
         """Check the columns of the first readable file; a DataError if they are not there."""
@@ -125,6 +133,12 @@ class ParquetSource(TableSource):
                 if is_of_partition and (groups is None or group in groups):
                     yield from _batches(opened, group, start, names, partition.num_bytes)
                 start += num_rows
+
+
+@functools.lru_cache
+def _log_logs(path: str, number: int) -> None:
+    logger.info("%s: %d parquet files beside a tar or a folder of images of the same name are not read, since "
+                "img2dataset writes such logs; a pattern takes them", path, number)  # fmt: skip
 
 
 def _num_rows(opened: pq.ParquetFile) -> list[int]:

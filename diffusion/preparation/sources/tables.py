@@ -29,6 +29,8 @@ from diffusion.storage import shown
 IMAGE_COLUMNS = ("image", "jpg", "png", "webp", "image_bytes", "image_path", "file_name", "path")
 CAPTION_COLUMNS = ("caption", "captions", "text", "prompt")
 
+_WRAPPED = (pa.DictionaryScalar, pa.ExtensionScalar)
+
 _MIN_BASE64 = 48
 """Bytes of the smallest image in base64: a shorter text is a path."""
 
@@ -143,7 +145,7 @@ class TableSource(Source):
         except UnfitFileError as error:
             return Rejected(key, error.reason, location, error.detail)
         if path:
-            metadata["image_path"] = path
+            metadata.setdefault("image_path", path)
         return make_record(key, image, _value_of(caption), metadata, location)
 
     def _images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
@@ -177,7 +179,7 @@ def _image_of(scalar: Any, limit: int) -> tuple[bytes | str, str]:
         UnfitFileError: there is none, or it has more bytes than `limit`.
     """
     path = ""
-    if scalar.is_valid and pa.types.is_dictionary(scalar.type):
+    if scalar.is_valid and isinstance(scalar, _WRAPPED):
         scalar = scalar.value
     if scalar.is_valid and pa.types.is_struct(scalar.type):
         kind = scalar.type
@@ -216,7 +218,7 @@ def _bytes_of(scalar: Any) -> int:
     """Bytes of a text, of bytes, or of a list of texts; 0 for others."""
     if not scalar.is_valid:
         return 0
-    if pa.types.is_dictionary(scalar.type):
+    if isinstance(scalar, _WRAPPED):
         return _bytes_of(scalar.value)
     if _is_list(scalar.type):
         return scalar.values.nbytes
@@ -227,7 +229,9 @@ def _value_of(scalar: Any) -> Any:
     """Return the Python value of an Arrow scalar; bytes of texts that are not UTF-8 become surrogates."""
     if not scalar.is_valid:
         return None
-    if pa.types.is_dictionary(scalar.type):
+    if isinstance(scalar, pa.UuidScalar):
+        return str(scalar.as_py())
+    if isinstance(scalar, _WRAPPED):
         return _value_of(scalar.value)
     if _is_list(scalar.type):
         return [_value_of(entry) for entry in scalar.values]
@@ -240,16 +244,20 @@ def _value_of(scalar: Any) -> Any:
     return None  # A time of an unknown zone.
 
 
+def _unwrapped(kind: pa.DataType) -> pa.DataType:
+    """Return the type of a dictionary's values, and of an extension type (JSON, for example) that of its storage."""
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
+
+
 def _is_binary(kind: pa.DataType) -> bool:
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
+    kind = _unwrapped(kind)
     is_plain = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
     return is_plain or pa.types.is_binary_view(kind) or pa.types.is_fixed_size_binary(kind)
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
+    kind = _unwrapped(kind)
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
 
 
@@ -265,8 +273,8 @@ def _is_caption(kind: pa.DataType) -> bool:
 
 
 def _is_metadata(kind: pa.DataType) -> bool:
-    """Return whether a column becomes metadata: texts, lists of texts, numbers, truth values and times do."""
-    if _is_text(kind) or (_is_list(kind) and _is_text(kind.value_type)):
+    """Return whether a column becomes metadata: texts, UUIDs, lists of texts, numbers, truth values and times do."""
+    if _is_text(kind) or kind == pa.uuid() or (_is_list(kind) and _is_text(kind.value_type)):
         return True
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
     return is_number or pa.types.is_boolean(kind) or pa.types.is_temporal(kind)

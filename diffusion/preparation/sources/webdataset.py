@@ -94,7 +94,7 @@ class WebDatasetSource(Source):
     """
 
     kind: ClassVar[str] = "webdataset"
-    suffixes: ClassVar[tuple[str, ...]] = (".tar", ".tar.gz", ".tgz")
+    suffixes: ClassVar[tuple[str, ...]] = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
     def check(self) -> None:
         """Check that a named column is a key of a .json of the first file; a DataError if it is none."""
@@ -169,11 +169,12 @@ class WebDatasetSource(Source):
                     sample.others.append(extensions.lower())
                     continue
                 if middle:
-                    if not parts or parts[-1].stem != f"{stem}.{middle}":
+                    held = [one for one in parts if one.stem == f"{stem}.{middle}"]
+                    part = held[0] if held else _Sample(f"{stem}.{middle}", member.offset)
+                    if not held:
                         if len(parts) == _MAX_PARTS and _stands_alone(sample, oldest := parts.pop(0)):
                             yield oldest
-                        parts.append(_Sample(f"{stem}.{middle}", member.offset))
-                    part = parts[-1]
+                        parts.append(part)
                 self._add(part, kind, extension, stream, member, spans)
         except _DamageError as error:
             if not isinstance(error, _HeaderError):

@@ -144,6 +144,16 @@ def test_sixteen_bits_are_scaled_not_clipped():
     assert pixels(png(1, 1, 16, 2, b"\0" + struct.pack(">3H", 0, 32896, 65535))) == [[[0, 128, 255]]]
 
 
+def test_white_of_a_tiff_of_twelve_bits_or_signed():
+    entry = struct.Struct("<HHII").pack  # tag, type, count, value
+    packed = encode(Image.fromarray(np.array([[0x00, 0x08, 0x08, 0xFF, 0xFF, 0xFF]], np.uint8)), "TIFF")
+    packed = packed.replace(entry(256, 4, 1, 6), entry(256, 4, 1, 4))  # ImageWidth
+    packed = packed.replace(entry(258, 3, 1, 8), entry(258, 3, 1, 12))  # BitsPerSample
+    assert pixels(packed) == [[[0] * 3, [128] * 3, [255] * 3, [255] * 3]]
+    samples = np.array([[0, 16448, 32767]], dtype=np.uint16)
+    assert pixels(encode(Image.fromarray(samples), "TIFF", tiffinfo={339: 2})) == [[[0] * 3, [128] * 3, [255] * 3]]
+
+
 def test_wider_samples_are_refused():
     for image in (Image.new("F", (2, 2), 0.5), Image.fromarray(np.full((2, 2), 70000, np.int32))):
         with pytest.raises(UndecodableImageError, match="no defined range") as caught:

@@ -202,6 +202,8 @@ def test_a_table_names_images_of_its_own_folder_only(tmp_path: Path, name: str):
         ),
         (["IMG.2023.01.JPG", "IMG.2023.01.TXT"], {"IMG.2023.01.JPG": "IMG.2023.01.TXT"}, {}),
         (["IMG.2023.jpg", "IMG.txt"], {"IMG.2023.jpg": "IMG.txt"}, {}),
+        (["0.a.txt", "0.b.jpg", "0.c.jpg", "0.c.txt", "0.b.txt", "0.a.jpg"],
+         {"0.a.jpg": "0.a.txt", "0.b.jpg": "0.b.txt", "0.c.jpg": "0.c.txt"}, {}),
         (["0.depth.png", "0.jpg", "0.seg.png", "0.txt"], {"0.jpg": "0.txt"}, {"duplicate_key": 2}),
         (["0.txt", "0.left.png", "0.right.png"], {"0.left.png": "0.txt"}, {"duplicate_key": 1}),
         (["0.txt", "0.jpg", "0.caption.txt"], {"0.jpg": "0.txt"}, {}),

@@ -187,6 +187,15 @@ def test_the_page_is_self_contained_and_escapes_everything(tmp_path):
     assert json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8")) == numbers
 
 
+def test_only_images_that_the_scan_decoded_are_decoded_for_the_page(tmp_path):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "1.jpg").write_bytes(noise(60, 70))
+    for width, shown in ((60, 1), (None, 0)):
+        row = image(1, width=width, height=width, reason="too_large", xxh128=xxhash.xxh3_128_hexdigest(noise(60, 70)))
+        report(tmp_path, [row])
+        assert (tmp_path / "out" / "report.html").read_text().count("data:image/jpeg") == shown
+
+
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: apt-get install chromium")
 def test_a_browser_shows_the_page_runs_nothing_and_asks_nobody(tmp_path):

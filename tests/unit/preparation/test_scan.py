@@ -147,6 +147,7 @@ def test_truncated_jpegs_are_rejected(folder, out):
     asymmetric = Image.new("RGB", (200, 160), (128,) * 3)
     asymmetric.paste("red", (150, 0, 200, 100))
     holes = [one[:2000] + bytes(512) + one[2512:] for one in (whole, noise(200, 160, 1, "JPEG", optimize=True))]
+    cmyk = encode(Image.open(io.BytesIO(whole)).convert("CMYK"), "JPEG", quality=90)
     white = encode(Image.new("RGB", (640, 640), "white"), "JPEG", optimize=True)
     assert bytes(64) in white
     flat = encode(Image.new("RGB", (64, 64), (128,) * 3), "JPEG")
@@ -156,14 +157,16 @@ def test_truncated_jpegs_are_rejected(folder, out):
     for number, content in enumerate((
         half + b"\xff\xd9", half + bytes(len(half)), sideways[: len(sideways) // 2] + b"\xff\xd9",
         gradual[: len(gradual) // 2] + b"\xff\xd9", *holes, whole[:-1500] + whole[-2:],
+        cmyk[: len(cmyk) // 2] + b"\xff\xd9",
         white, grey_gradual + b"<html>" + bytes(99), flat[:20] + b"\0" + flat[20:], whole + b"\xff\xda" + whole[20:900],
         whole[:-2] + bytes(999) + whole[-2:], encode(gradient, "JPEG", quality=75, subsampling=0, optimize=True),
         encode(Image.new("RGB", (64, 64), (128,) * 3), "JPEG"), encode(backdrop, "JPEG"), encode(asymmetric, "JPEG"),
+        cmyk, encode(Image.new("CMYK", (64, 64), (127,) * 4), "JPEG"),
     )):  # fmt: skip
         (folder / f"{number:04}.png").write_bytes(content)
     scan([folder], out)
     rejected = {key for key, row in by_key(out).items() if row["reason"] == "undecodable"}
-    assert rejected == {f"set/{number:04}.png" for number in range(7)}
+    assert rejected == {f"set/{number:04}.png" for number in range(8)}
 
 
 def test_partitions_of_several_sources(folder, out, tmp_path):

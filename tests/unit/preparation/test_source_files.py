@@ -1,9 +1,11 @@
+import bz2
 import csv
 import datetime
 import errno
 import gzip
 import io
 import json
+import lzma
 import os
 import shutil
 import tarfile
@@ -191,6 +193,12 @@ class TestFolder:
             ("metadata.jsonl", '{"file_name": "a.png", "text": "x"}\n{"file_name": \n', "line 2: .*JSON object"),
             ("metadata.jsonl", '{"path": "a.png", "text": "x"}\n', "line 1: no file name.*there is 'path', 'text'"),
             ("metadata.jsonl", '["a.png", "x"]\n', "line 1: not a JSON object"),
+            *(
+                (name, "file,caption\n".encode(code).decode("latin-1"), "line 1: not UTF-8")
+                for name in ("captions.csv", "metadata.jsonl")
+                for code in ("utf-16-le", "utf-16-be")
+            ),
+            ("captions.csv", "file,caption\ra.png,x\r", "line 1: .*line ends"),
         ],
     )
     def test_damaged_tables_stop_at_once(self, tmp_path, name, content, message):
@@ -450,6 +458,12 @@ class TestWebDataset:
         items = read(write_tar(tmp_path / "x.tar", members))
         assert reasons(items) == [["one", "two"], ["a", "b"], ["a", "b"], "invalid_utf8"]
         assert items[0].metadata == SCORES
+
+    @pytest.mark.parametrize(("suffix", "module"), [("gz", gzip), ("bz2", bz2), ("xz", lzma)])
+    def test_compressed_tars_in_a_folder(self, tmp_path, suffix, module):
+        plain = write_tar(tmp_path / "0.tar", sample("000", IMAGE, b"x"))
+        (tmp_path / f"1.tar.{suffix}").write_bytes(module.compress(plain.read_bytes()))
+        assert reasons(read(tmp_path)) == [["x"]] * 2
 
     def test_folder_and_pattern_are_in_order(self, tmp_path):
         for index in (2, 0, 1):
@@ -753,6 +767,27 @@ class TestParquet:
         )
         path = write_parquet(tmp_path / "set" / "y.parquet", {"image": structs, "caption": ["x"]})
         assert read(path)[0].image == IMAGE + b"set/a.png"
+
+    def test_a_column_named_as_the_path_stays(self, tmp_path):
+        columns = {"image": [{"bytes": IMAGE, "path": "a.png"}], "caption": ["x"], "image_path": ["own"]}
+        assert read(write_parquet(tmp_path / "x.parquet", columns))[0].metadata == {"image_path": "own"}
+
+    def test_json_and_uuids(self, tmp_path):
+        def of_json(texts):
+            return pa.ExtensionArray.from_storage(pa.json_(), pa.array(texts, pa.string()))
+
+        ids = pa.ExtensionArray.from_storage(pa.uuid(), pa.array([bytes(16), None], pa.binary(16)))
+        columns = {"image": [IMAGE] * 2, "caption": of_json(["a", None]), "info": of_json(["{}", None]), "id": ids}
+        items = read(write_parquet(tmp_path / "x.parquet", columns))
+        assert reasons(items) == [["a"], "missing_caption"]
+        assert items[0].metadata == {"info": "{}", "id": "00000000-0000-0000-0000-000000000000"}
+
+    def test_a_folder_without_images_beside_a_file_of_the_same_name(self, tmp_path):
+        for name in ("train", "val"):
+            write_parquet(tmp_path / f"{name}.parquet", {"image": [IMAGE], "caption": [name]})
+        (tmp_path / "train").mkdir()
+        (tmp_path / "train" / "notes.md").write_text("x")
+        assert reasons(read(tmp_path)) == [["train"], ["val"]]
 
     def test_times_that_python_cannot_hold(self, tmp_path):
         columns = {

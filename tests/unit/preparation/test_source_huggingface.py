@@ -5,6 +5,7 @@ from dataclasses import replace
 from unittest.mock import Mock
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import HfApi
 from huggingface_hub.errors import RevisionNotFoundError
@@ -103,6 +104,12 @@ class TestOnDisk:
         (tmp_path / "x.arrow").write_bytes(content)
         assert reasons(read(tmp_path / "x.arrow")) == [["words"]] * 3 + ["damaged_file"] * 2 + [["words"]] * 4
 
+    def test_a_name_that_is_not_utf8(self, dataset, tmp_path):
+        folder = tmp_path / os.fsdecode(b"\xff")
+        dataset.save_to_disk(tmp_path / "saved")
+        (tmp_path / "saved").rename(folder)
+        assert len(read(folder)) == NUM
+
     @pytest.mark.timeout(300)
     def test_pipes(self, dataset, tmp_path):
         dataset.save_to_disk(tmp_path / "saved", num_shards=2)
@@ -137,6 +144,14 @@ class TestStreaming:
         second = partitions(source)[1]
         sent = pickle.loads(pickle.dumps(source))
         assert list(sent.scan(second)) == items[4:]
+
+    @pytest.mark.parametrize("columns", [{"note": ["text"]}, {"note": pa.nulls(1), "more": ["text"]}])
+    def test_columns_that_differ(self, tmp_path, columns):
+        given = {"image": [noise(4, 4)], "caption": ["x"]}
+        pq.write_table(pa.table({**given, "note": pa.nulls(1)}), tmp_path / "train-0.parquet")
+        pq.write_table(pa.table({**given, **columns}), tmp_path / "train-1.parquet")
+        with pytest.raises(DataError, match=r"data file 00001 .*name its parquet files"):
+            read(f"hf-dataset:{tmp_path}")
 
     def test_growth(self, dataset, tmp_path):
         (tmp_path / "set").mkdir()
