@@ -49,7 +49,15 @@ from diffusion.checkpointing.resume import (
 )
 from diffusion.checkpointing.roll_back import roll_back
 from diffusion.composer_models import AutoencoderTraining, LatentDiffusionTraining
-from diffusion.config.checks import check, check_device, planned_steps, resolve_device, steps_of
+from diffusion.config.checks import (
+    check,
+    check_common_settings,
+    check_device,
+    common_settings,
+    planned_steps,
+    resolve_device,
+    steps_of,
+)
 from diffusion.config.data import Shuffling, microbatch_size
 from diffusion.config.loading import to_public_yaml
 from diffusion.config.model import Posterior
@@ -113,6 +121,8 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
     is_own = build is not None
     agree(lambda: check(config, world_size=dist.get_world_size(), **shape, may_be_random=is_own))
     agree(lambda: check_plugins(config))
+    first = broadcast(common_settings(config))
+    agree(lambda: check_common_settings(common_settings(config), first))
     config = with_absolute_paths(config)
     folder = Path(config.output_folder).expanduser()
     agree(lambda: record_config(folder, config, overwrite=False))
@@ -133,7 +143,7 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
         if load_path is None:
             initial = find_initial_weights(config)
         else:
-            initial = config = on_first_rank(lambda: with_kept_settings(config, Path(load_path)))
+            initial = config = agree(lambda: with_kept_settings(config, Path(load_path)))
 
         # Model
         build = build or partial(build_training_model, is_new=load_path is None)
