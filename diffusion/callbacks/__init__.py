@@ -38,7 +38,7 @@ from diffusion.config.data import Mixing, Representation
 from diffusion.config.loading import to_public_yaml
 from diffusion.config.model import Compilation
 from diffusion.config.schema import Config
-from diffusion.config.training import Device, Parallelism
+from diffusion.config.training import Device
 from diffusion.datasets.dataset import TextImageDataset, TrainingDataset
 from diffusion.distributed import num_cores
 from diffusion.ema.callbacks import LateStartEMA, build_averages
@@ -156,8 +156,7 @@ def _build_task_callbacks(
         callbacks.append(CollectiveTimeout(settings.compile_timeout, then))
     if config.performance.parallel_compilation and compilation is Compilation.blocks:
         callbacks.append(ParallelCompilation(config, device))
-    keeps_weights_whole = settings.parallelism == Parallelism.fsdp and not settings.reshard_after_forward
-    if keeps_weights_whole and config.performance.accumulate_locally:
+    if config.accumulates_locally:
         callbacks.append(AccumulateLocally())
     if model.num_chunks > 1:
         callbacks.append(CountChunks(model.conditioner))
