@@ -127,7 +127,7 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
     folder = Path(config.output_folder).expanduser()
     agree(lambda: record_config(folder, config, overwrite=False))
     with (
-        leased(folder) as lease,
+        leased(folder, is_shared=config.trainer.checkpoint_folder is None) as lease,
         Heartbeat(heartbeat_folder(config, folder), lease) as heartbeat,
         leased_checkpoints(config.trainer.checkpoint_folder, timeout=config.trainer.store_timeout),
     ):
