@@ -49,7 +49,15 @@ from diffusion.checkpointing.resume import (
 )
 from diffusion.checkpointing.roll_back import roll_back
 from diffusion.composer_models import AutoencoderTraining, LatentDiffusionTraining
-from diffusion.config.checks import check, check_device, planned_steps, resolve_device, steps_of
+from diffusion.config.checks import (
+    check,
+    check_common_settings,
+    check_device,
+    common_settings,
+    planned_steps,
+    resolve_device,
+    steps_of,
+)
 from diffusion.config.data import Shuffling, microbatch_size
 from diffusion.config.loading import to_public_yaml
 from diffusion.config.model import Posterior
@@ -87,6 +95,7 @@ from diffusion.operations.checks.machine import check_machines
 from diffusion.operations.costs import BudgetSpentError
 from diffusion.operations.heartbeats import heartbeat_folder
 from diffusion.operations.lease import leased, leased_checkpoints
+from diffusion.operations.records import fetch_records, keep_records
 from diffusion.optimizers import AdamW, build_muon, scale_rates, warmup_stable_decay
 from diffusion.plugins import IndexedDataset, build_plugin, build_plugins, check_plugins
 from diffusion.sharding import fsdp_config, load_smddp
@@ -113,11 +122,13 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
     is_own = build is not None
     agree(lambda: check(config, world_size=dist.get_world_size(), **shape, may_be_random=is_own))
     agree(lambda: check_plugins(config))
+    first = broadcast(common_settings(config))
+    agree(lambda: check_common_settings(common_settings(config), first))
     config = with_absolute_paths(config)
     folder = Path(config.output_folder).expanduser()
     agree(lambda: record_config(folder, config, overwrite=False))
     with (
-        leased(folder) as lease,
+        leased(folder, is_shared=config.trainer.checkpoint_folder is None) as lease,
         Heartbeat(heartbeat_folder(config, folder), lease) as heartbeat,
         leased_checkpoints(config.trainer.checkpoint_folder, timeout=config.trainer.store_timeout),
     ):
@@ -128,12 +139,14 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
 
         # Resume or initialise
         storage = agree(lambda: checkpoint_storage(config, folder))
+        on_first_rank(lambda: fetch_records(folder, config.trainer.checkpoint_folder), takes_long=True)
         roll_back(config, storage)
+        on_first_rank(lambda: keep_records(folder, config.trainer.checkpoint_folder), takes_long=True)
         load_path = find_resumption(config, storage)
         if load_path is None:
             initial = find_initial_weights(config)
         else:
-            initial = config = on_first_rank(lambda: with_kept_settings(config, Path(load_path)))
+            initial = config = agree(lambda: with_kept_settings(config, Path(load_path)))
 
         # Model
         build = build or partial(build_training_model, is_new=load_path is None)

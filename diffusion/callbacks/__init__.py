@@ -3,6 +3,7 @@
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from diffusion.config.data import Mixing, Representation
 from diffusion.config.loading import to_public_yaml
 from diffusion.config.model import Compilation
 from diffusion.config.schema import Config
-from diffusion.config.training import Device, Parallelism
+from diffusion.config.training import Device
 from diffusion.datasets.dataset import TextImageDataset, TrainingDataset
 from diffusion.distributed import num_cores
 from diffusion.ema.callbacks import LateStartEMA, build_averages
@@ -46,6 +47,7 @@ from diffusion.errors import ConfigurationError
 from diffusion.formats.run_folder import METRICS, SAMPLES, TENSORBOARD
 from diffusion.models import fast
 from diffusion.operations.heartbeats import heartbeat_folder
+from diffusion.operations.records import keep_records
 from diffusion.operations.utilisation import LoaderSettings
 from diffusion.plugins import build_plugins
 from diffusion.trainer import HostSpeedMonitor
@@ -93,7 +95,9 @@ def build_callbacks(
     ema, averages = build_averages(config.algorithms.ema, folder, storage.remote)
     utilisation = _build_utilisation(config, dataset)
     meter = CostMeter(folder, operations, config.plan.price_per_gpu_hour, utilisation)
-    guard = LossGuard(operations.guard, folder) if operations.guard is not None else None
+    guard = None
+    if operations.guard is not None:
+        guard = LossGuard(operations.guard, folder, config.trainer.checkpoint_folder)
     saver = _build_saver(config, storage, guard)
     max_norm = config.optimizer.max_grad_norm
     interval = config.loggers.utilisation_interval
@@ -156,8 +160,7 @@ def _build_task_callbacks(
         callbacks.append(CollectiveTimeout(settings.compile_timeout, then))
     if config.performance.parallel_compilation and compilation is Compilation.blocks:
         callbacks.append(ParallelCompilation(config, device))
-    keeps_weights_whole = settings.parallelism == Parallelism.fsdp and not settings.reshard_after_forward
-    if keeps_weights_whole and config.performance.accumulate_locally:
+    if config.accumulates_locally:
         callbacks.append(AccumulateLocally())
     if model.num_chunks > 1:
         callbacks.append(CountChunks(model.conditioner))
@@ -192,4 +195,5 @@ def _build_saver(config: Config, storage: CheckpointStorage, guard: LossGuard | 
         remote=storage.remote,
         background=settings.async_checkpoints,
         guard=guard,
+        on_saved=partial(keep_records, storage.run, settings.checkpoint_folder),
     )

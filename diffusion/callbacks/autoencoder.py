@@ -75,10 +75,13 @@ class SaveAutoencoder(Callback):
         images = iter(self.images)
         first = agree(lambda: list(islice(images, 1)), takes_long=True)  # Of few images, the last ranks have none.
         mean, std = latent_statistics(self.model.vae, chain(first, images), device)
-        if dist.get_global_rank() == 0:
-            self._write(mean, std, step)
-            self._draw(first[0][:NUM_SHOWN].to(device))
-        dist.barrier()
+
+        def write() -> None:
+            if dist.get_global_rank() == 0:
+                self._write(mean, std, step)
+                self._draw(first[0][:NUM_SHOWN].to(device))
+
+        agree(write, takes_long=True)
 
     def _write(self, mean: list[float], std: list[float], step: int) -> None:
         names = chain([VAE, f"{VAE}-ba{step}"], (f"{VAE}-ba{step}-{number}" for number in count(2)))

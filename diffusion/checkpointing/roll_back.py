@@ -27,6 +27,7 @@ class DivergenceError(UserError):
     """The loss is not finite or too high, and a rollback does not help."""
 
     is_lasting = True
+    is_agreed = True
 
 
 # The decision
@@ -105,7 +106,7 @@ def roll_back(config: Config, storage: CheckpointStorage) -> None:
             log.warning("removing %s for the rollback to at most %d steps", present[name], limit)
             remote.remove(present[name])
 
-    agree(lambda: remove_local() if removes else None)
+    agree(lambda: remove_local() if removes else None, takes_long=True)
     if remote is not None:
         agree(lambda: remove_remote(remote) if rank() == 0 else None, takes_long=True)
     on_first_rank(lambda: record_rollback(storage.run, rollback))

@@ -6,8 +6,9 @@ They take less than a second and need no GPU. Limits of single keys and relation
 
 import math
 import posixpath
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -40,6 +41,22 @@ def weight_locations(config: Config) -> dict[str, str]:
     """Locations of the weights that a run reads at its start, by key; also hub names."""
     named = {key: value for key, value in leaves(to_dict(config)) if is_location(key) and value not in (None, MISSING)}
     return {key: value for key, value in named.items() if not key.startswith(("data.", "validation."))}
+
+
+def common_settings(config: Config) -> dict[str, Any]:
+    """Return the values that all ranks have in common, by key: all but locations, which may be those of a machine."""
+    own = ("output_folder", "operations.heartbeat_folder")
+    return {key: value for key, value in leaves(to_dict(config)) if key not in own and not is_location(key)}
+
+
+def check_common_settings(own: Mapping[str, Any], first: Mapping[str, Any]) -> None:
+    """Raise a ConfigurationError if this rank has other settings than the first one."""
+    differing = sorted(key for key in own.keys() | first.keys() if own.get(key) != first.get(key))
+    if differing:
+        raise ConfigurationError(
+            f"the configuration differs from that of rank 0 in {', '.join(differing)}. Start the same command with the "
+            "same files and environment on all machines"
+        )
 
 
 def planned_steps(config: Config) -> int:

@@ -357,9 +357,9 @@ class PerformanceConfig:
     one would overwrite the gradients), one size of images, and no trainer.activation_checkpointing."""
 
     accumulate_locally: bool = True
-    """With fsdp, without trainer.reshard_after_forward, and with several microbatches per rank: gather and round the
-    weights and average the gradients once per step instead of once per microbatch; takes 4 bytes per weight on each
-    rank."""
+    """With fsdp, without trainer.reshard_after_forward, with trainer.reduce_precision fp32 (in which microbatches are
+    added up), and with several microbatches per rank: gather and round the weights and average the gradients once per
+    step instead of once per microbatch; takes 4 bytes per weight on each rank."""
 
     log_late: bool = False
     """Read the loss and the gradient norm of a step when the next one is queued, so that a GPU always has work. Logged

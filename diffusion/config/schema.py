@@ -18,7 +18,9 @@ from diffusion.config.operations import OperationsConfig, PlanConfig
 from diffusion.config.training import (
     AlgorithmsConfig,
     LoggersConfig,
+    NumberFormat,
     OptimizerConfig,
+    Parallelism,
     PluginsConfig,
     SamplesConfig,
     ScheduleConfig,
@@ -70,3 +72,14 @@ class Config:
     plugins: PluginsConfig = field(default_factory=PluginsConfig)
     operations: OperationsConfig = field(default_factory=OperationsConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+
+    @property
+    def accumulates_locally(self) -> bool:
+        """True if FSDP2 reduces the gradients of all microbatches at once; it adds them up in `reduce_precision`."""
+        trainer = self.trainer
+        return (
+            self.performance.accumulate_locally
+            and trainer.parallelism is Parallelism.fsdp
+            and not trainer.reshard_after_forward
+            and trainer.reduce_precision is NumberFormat.fp32
+        )

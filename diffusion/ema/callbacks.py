@@ -245,7 +245,7 @@ class AverageSnapshots(Callback):
         for average in averages:
             record = AverageRecord(label=average.profile.label, step=step, time=average.time)
             tensors = gather_on_rank_0(average.averages, self.dtype)
-            agree(lambda record=record, tensors=tensors: self._store(record, tensors))
+            agree(lambda record=record, tensors=tensors: self._store(record, tensors), takes_long=True)
 
     def _store(self, record: AverageRecord, tensors: dict[str, Tensor]) -> None:
         if rank() == 0:

@@ -24,6 +24,7 @@ class BudgetSpentError(UserError):
     """The budget of the run is spent; the run was saved."""
 
     is_lasting = True
+    is_agreed = True
 
 
 class Activity(str, Enum):

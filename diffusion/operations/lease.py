@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from diffusion import storage
-from diffusion.distributed import USER_ERROR_EXIT_CODE, agree, broadcast, rank
+from diffusion.distributed import USER_ERROR_EXIT_CODE, agree, broadcast, local_rank, rank
 from diffusion.errors import BusyError, MachineError, UserError, explained_writes
 from diffusion.files import unique_partial
 from diffusion.formats.run_folder import LEASE
@@ -174,6 +174,20 @@ class Lease:
                 "for a while: this process ends"
             )
 
+    def await_visible(self, folder: Path | str) -> None:
+        """Wait until this process finds the lease, too; a MachineError if it does not share the folder with rank 0."""
+        deadline = time.monotonic() + timeouts.VISIBLE
+        while not self._is_confirmed:
+            if time.monotonic() > deadline:
+                raise MachineError(
+                    f"{_HOST} does not find the lease of {self.holder.host} in {folder}: the hosts do not share it. "
+                    "Set output_folder, or trainer.checkpoint_folder, to a folder that they share; or "
+                    "trainer.checkpoint_folder to an object store"
+                )
+            self.renew()
+            if not self._is_confirmed:
+                time.sleep(timeouts.POLL)
+
     def check(self) -> None:
         """Renew the lease if the last renewal is too long ago, as after a suspension of this process."""
         if time.monotonic() - self._confirmed_at > timeouts.LEASE / 2:
@@ -277,12 +291,13 @@ def held(lease: Lease) -> Iterator[None]:
 
 
 @contextmanager
-def leased(folder: Path | str, access: Access | None = None) -> Iterator[Lease]:
+def leased(folder: Path | str, access: Access | None = None, *, is_shared: bool = True) -> Iterator[Lease]:
     """Hold the lease of a run folder, or of one of checkpoints (also `s3://bucket/prefix`), on rank 0; called by all
     ranks.
 
     Raises:
-        MachineError: another start of the run is active, or the folder cannot be written to.
+        MachineError: another start of the run is active, the folder cannot be written to, or other hosts do not see
+            what rank 0 writes there though it is to be shared.
     """
     path = folder / LEASE if isinstance(folder, Path) else storage.join(folder, LEASE)
     applicant, lease = Applicant(path, access), None
@@ -301,6 +316,8 @@ def leased(folder: Path | str, access: Access | None = None) -> Iterator[Lease]:
     assert holder is not None
     lease = lease or Lease(applicant.record, holder, is_own=False)
     try:
+        if is_shared:
+            agree(lambda: lease.await_visible(folder) if local_rank() == 0 else None, takes_long=True)
         yield lease
     finally:
         lease.release()

@@ -6,6 +6,9 @@ RENEWAL = 10.0
 LEASE = 90.0
 """Time without a renewal after which a lease of another host has expired."""
 
+VISIBLE = 70.0
+"""Time in which other hosts see the lease of rank 0 in a shared folder: NFS caches attributes for up to 60 s."""
+
 POLL = 0.5
 """Interval at which the supervisor reads the heartbeats."""
 

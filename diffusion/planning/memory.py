@@ -201,8 +201,7 @@ def _reduction_bytes(config: Config, num_trained: int, *, has_several_microbatch
         return num_trained * GRADIENT_BYTES  # The buckets that gradients are reduced in.
     computed = NumberFormat.fp32 if trainer.precision is Precision.fp32 else NumberFormat.bf16
     unit = largest_unit(config) * (FORMAT_BYTES[computed] + FORMAT_BYTES[trainer.reduce_precision])
-    accumulates = config.performance.accumulate_locally and not trainer.reshard_after_forward
-    return unit + (num_trained * GRADIENT_BYTES if accumulates and has_several_microbatches else 0)
+    return unit + (num_trained * GRADIENT_BYTES if config.accumulates_locally and has_several_microbatches else 0)
 
 
 def largest_size(config: Config) -> ImageSize:

@@ -111,6 +111,18 @@ def test_nodes_with_other_versions_of_the_data_train_on_one_or_end(server, shape
 
 
 @pytest.mark.world_size(2)
+def test_ranks_with_other_settings_end(server, tmp_path):
+    overrides = [f"output_folder={tmp_path}/{{node}}", "optimizer.lr=1.{node}e-3", "trainer.max_duration=9{node}ba"]
+    program = ["tests/tools/ranks_as_nodes.py", "1", "tests/tools/toy.yaml", *overrides]
+    job = server.start(2, [*program, f"operations.heartbeat_folder={tmp_path}/{{node}}"])
+    assert job.finish().codes == [2, 2], job.output[-6000:]
+    assert (
+        "rank 1 of 2: the configuration differs from that of rank 0 in optimizer.lr, trainer.max_duration."
+        in job.output
+    )
+
+
+@pytest.mark.world_size(2)
 def test_one_rank_alone_may_ask_for_the_state_of_callbacks(server, shapes, tmp_path):
     ask = "plugins.callbacks=[{path: tests.integration.test_failures.AskAlone, arguments: {step: 3}}]"
     ema = "algorithms.ema={start: 1ba, decays: [0.9]}"

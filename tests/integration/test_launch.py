@@ -7,15 +7,18 @@ import subprocess
 import sys
 import time
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
 from diffusion import launch as launch_module
+from diffusion.checkpointing.roll_back import DivergenceError
 from diffusion.cli import train_command
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.launch import run_command
+from diffusion.operations.costs import BudgetSpentError
 from tests.tools.forking import free_port
 from tests.tools.training_runs import ROOT, Ended, TrainingServer
 
@@ -153,7 +156,8 @@ def test_the_first_rank_of_each_node_prints_with_its_rank_in_front(monkeypatch):
     assert len(said) == 3, "the first rank has not ended"
     error = DataError("agreed")
     error.is_agreed = True
-    assert run_command(lambda: fail(error), say=said.append) == 2
+    for of_all_ranks in (error, BudgetSpentError("spent"), DivergenceError("diverged")):
+        assert run_command(partial(fail, of_all_ranks), say=said.append) == 2
     assert len(said) == 3
 
 

@@ -22,6 +22,7 @@ from diffusion.errors import MachineError
 from diffusion.formats.run_folder import LEASE
 from diffusion.operations import lease, timeouts
 from diffusion.operations.lease import Applicant, active_holder, leased
+from tests.integration.test_distributed import on_ranks
 from tests.tools.s3_server import s3_process, s3_server
 from tests.tools.training_runs import Job, Run
 
@@ -187,6 +188,23 @@ def test_a_lease_of_another_host_is_taken_over_when_it_has_run_out(tmp_path, mon
         assert time.monotonic() - began > 2
         assert json.loads((tmp_path / LEASE).read_text())["pid"] == os.getpid()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(("name", "is_found"), [("one", True), ("of-{}", False)])
+def test_hosts_that_do_not_share_the_folder_of_checkpoints_end(tmp_path, monkeypatch, name, is_found):
+    monkeypatch.setattr(timeouts, "VISIBLE", 1.0)
+
+    def step(rank: int) -> str:
+        with leased(tmp_path / name.format(rank), is_shared=False), leased(tmp_path / name.format(rank) / "kept"):
+            return "trains"
+
+    for result in on_ranks(tmp_path, step):
+        if is_found:
+            assert result == "trains"
+        else:
+            assert result[0] is MachineError
+            assert f"{tmp_path}/of-1/kept: the hosts do not share it" in result[1]
 
 
 def test_a_lease_of_another_host_that_is_renewed_is_respected(tmp_path):

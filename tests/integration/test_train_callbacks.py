@@ -1,17 +1,27 @@
 """Callbacks that depend on the configuration."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from composer import Callback
 
 from diffusion.callbacks import build_callbacks
-from diffusion.callbacks.step import CollectiveTimeout
+from diffusion.callbacks.step import AccumulateLocally, CollectiveTimeout
 from diffusion.checkpointing.resume import checkpoint_storage
 from diffusion.composer_models import LatentDiffusionTraining
 from diffusion.config.data import Mixing
 from diffusion.config.loading import load_config
+from diffusion.config.schema import Config
 from diffusion.config.training import Device
 from diffusion.models.build import build_parts
+
+
+def callbacks_of(config: Config, device: Device) -> list[Callback]:
+    parts = build_parts(config.model, config.objective, resolution=config.data.resolution, seed=0)
+    heartbeat: Any = object()
+    storage = checkpoint_storage(config, Path(config.output_folder))
+    return build_callbacks(config, LatentDiffusionTraining(**parts), None, storage, device, heartbeat, {})
 
 
 @pytest.mark.parametrize(
@@ -30,9 +40,11 @@ def test_collectives_wait_longer_where_it_compiles(tmp_path, compilation, device
     )
     config.data.mixing = mixing
     config.trainer.compile_timeout, config.trainer.dist_timeout = 50.0, 40.0
-    parts = build_parts(config.model, config.objective, resolution=config.data.resolution, seed=0)
-    model = LatentDiffusionTraining(**parts)
-    heartbeat: Any = object()
-    callbacks = build_callbacks(config, model, None, checkpoint_storage(config, tmp_path), device, heartbeat, {})
-    found = [(one.first, one.then) for one in callbacks if isinstance(one, CollectiveTimeout)]
+    found = [(one.first, one.then) for one in callbacks_of(config, device) if isinstance(one, CollectiveTimeout)]
     assert found == expected
+
+
+@pytest.mark.parametrize(("precision", "is_once"), [("fp32", True), ("bf16", False)])
+def test_microbatches_are_added_up_in_fp32(tmp_path, precision, is_once):
+    config = load_config("tests/tools/toy.yaml", [f"output_folder={tmp_path}", f"trainer.reduce_precision={precision}"])
+    assert any(isinstance(one, AccumulateLocally) for one in callbacks_of(config, Device.cpu)) == is_once

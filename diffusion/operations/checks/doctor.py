@@ -24,8 +24,7 @@ from torch.distributed import (
 )
 
 from diffusion.config.checks import check as check_config
-from diffusion.config.checks import check_device, resolve_device
-from diffusion.config.loading import to_yaml
+from diffusion.config.checks import check_device, common_settings, resolve_device
 from diffusion.config.schema import Config
 from diffusion.config.training import Device
 from diffusion.distributed import local_rank, local_world_size, rank, world_size
@@ -208,7 +207,7 @@ def probe_rank(config: Config) -> dict[str, str]:
     hashes = index_hashes(config) if config.plugins.train_dataset is None else {}
     return {
         "versions": ", ".join(f"{name} {version}" for name, version in package_versions().items()),
-        "configuration": hashlib.sha256(to_yaml(config).encode()).hexdigest()[:10],
+        "configuration": hashlib.sha256(str(common_settings(config)).encode()).hexdigest()[:10],
         "same data": hashlib.sha256(str(hashes).encode()).hexdigest()[:10],
     }
 

@@ -133,7 +133,7 @@ def test_activations_are_counted_and_bound_the_microbatch():
         1.5e9 + shard + copies + plan.memory.reduction_bytes + 16 * 935_036_928, abs=100
     )
     assert plan.memory.reduction_bytes - unit == 4 * NUM_PARAMETERS, "with one microbatch nothing is accumulated"
-    config.trainer.reduce_precision, config.performance.accumulate_locally = NumberFormat.bf16, False
+    config.trainer.reduce_precision = NumberFormat.bf16
     assert make_plan(config, num_parameters=NUM_PARAMETERS).memory.reduction_bytes == unit * 4 / 6
     config.trainer.precision = Precision.fp32
     activations = make_plan(config).memory.activation_bytes
