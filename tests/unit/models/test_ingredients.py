@@ -210,6 +210,24 @@ def test_ones_that_the_user_names_are_built_from_a_checkpoint(tmp_path):
     assert torch.equal(found.get_parameter("brightness.weight"), weights["brightness.weight"])
 
 
+class Waves(Brightness):
+    """Scales the mean by a random constant."""
+
+    def build(self, network, text_encoder, *, is_meta=False):
+        super().build(network, text_encoder)
+        self.module.register_buffer("scale", torch.randn(()))
+
+
+def test_an_average_has_the_buffers_of_its_run(tmp_path):
+    path = f"{__name__}.Waves"
+    config, model = build(Plugin(path=path))
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    weights["brightness.scale"].fill_(7)
+    _, average = stored(tmp_path, config, weights)
+    save_file({name: value for name, value in weights.items() if name != "brightness.scale"}, average)
+    assert load_model(average, paths=FrozenPaths(ingredients=[path])).get_buffer("brightness.scale") == 7
+
+
 def test_initial_weights_mean_what_they_meant_in_their_training(tmp_path):
     scores = "model.score_conditioning={columns: [{name: a}, {name: b, mean: 2}]}"
     turned = "model.score_conditioning={columns: [{name: b, mean: 2}, {name: a}]}"
@@ -281,6 +299,19 @@ def toy_run(run: Path, *overrides: str) -> Path:
     return stored(run, config, {name: torch.randn(x.shape, generator=generator) * 0.1 for name, x in weights.items()})[
         0
     ]
+
+
+def test_a_phase_that_would_lose_the_text_adapter_of_its_initial_folder_says_so(tmp_path, caplog):
+    export(str(toy_run(tmp_path / "run", "model.text_adapter={layers: 1}")), tmp_path / "out")
+    start = f"init_from.checkpoint={tmp_path / 'out'}"
+    build_training_model(load_config("tests/tools/toy.yaml", [start, "model.text_adapter={layers: 1}"]), Device.cpu)
+    assert f"{tmp_path / 'out'} has another text encoder" in caplog.text
+    assert "no weights of text_adapter" in caplog.text
+    caplog.clear()
+    build_training_model(
+        load_config("tests/tools/toy.yaml", [start, f"model.pretrained={tmp_path / 'out'}"]), Device.cpu
+    )
+    assert not caplog.text
 
 
 def test_a_card_has_the_numbers_of_its_weights_once(tmp_path):
