@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor
+from transformers import CLIPTextModel
 
 from diffusion.checkpointing.find import locate_checkpoint, resolve_checkpoint
 from diffusion.checkpointing.read import read_config, read_identities, read_weights
@@ -28,13 +29,14 @@ from diffusion.models.build import build_model, load_weights
 from diffusion.models.ingredients import find_ingredients, merged
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.ldm_layout import read_single_file
-from diffusion.models.model_folders import check_exists
+from diffusion.models.model_folders import check_exists, load_pretrained
 from diffusion.models.networks import NETWORKS
 from diffusion.models.pretrained import (
     check_config,
     check_identities,
     is_pipeline,
     is_single_file,
+    module_identity,
     read_noise_schedule,
     read_pipeline_network,
     read_safetensors,
@@ -136,13 +138,13 @@ def _read_trained(path: str | Path, weights: str, paths: FrozenPaths) -> Trained
         raise ConfigurationError(f"{path} is a run of {config.task.value}, whose result is exported already: RUN/vae")
     paths.check_ingredients(config.model, str(checkpoint))
     if is_average:
-        average = read_safetensors(file)
-        if any(ingredient.freezes_weights for ingredient in find_ingredients(config.model)):
-            # The average has trained weights only.
-            average = read_weights(resolve_checkpoint(str(_config_beside(file).parent)), "raw") | average
-        identities = {}
-        with suppress(UserError):  # The run's checkpoints may be elsewhere.
-            identities = read_identities(resolve_checkpoint(str(_config_beside(file).parent)))
+        average, identities = read_safetensors(file), {}
+        needs_rest = any(ingredient.freezes_weights for ingredient in find_ingredients(config.model))
+        with suppress(*[] if needs_rest else [UserError]):  # The run's checkpoints may be elsewhere.
+            checkpoint = resolve_checkpoint(str(_config_beside(file).parent))
+            identities = read_identities(checkpoint)
+            if needs_rest or config.model.ingredients:  # The average has trained weights only, and no buffers.
+                average = read_weights(checkpoint, "raw") | average
         return Trained(path=file, config=config, weights=average, identities=identities)
     return Trained(
         path=checkpoint,
@@ -188,6 +190,7 @@ def read_initial(config: Config, model: LatentDiffusion) -> dict[str, Tensor]:
     assert config.init_from is not None
     path = Path(config.init_from.checkpoint).expanduser()
     if is_pipeline(path):
+        _compare_text_encoder(path, config.model, model)
         return read_pipeline_network(path, model.network) | read_text_adapter(path)
     if is_single_file(path):
         return read_single_file(path, model.network)
@@ -207,6 +210,21 @@ def read_initial(config: Config, model: LatentDiffusion) -> dict[str, Tensor]:
         stored = {name: value for name, value in stored.items() if name.partition(".")[0] in parts}
     _check_meaning(before, config.model, model, str(checkpoint))
     return used_weights(merged(stored, before), before, model)
+
+
+def _compare_text_encoder(folder: Path, config: ModelConfig, model: LatentDiffusion) -> None:
+    """Warn of a CLIP text encoder in a folder, which may hold a trained adapter, that is not the model's."""
+    if not isinstance(model.text_encoder, CLIPTextModel):
+        return
+    with suppress(UserError):  # There may be none.
+        there = load_pretrained(CLIPTextModel, str(folder), "text_encoder", local_files_only=True)
+        if module_identity(there) != module_identity(model.text_encoder):
+            log.warning(
+                "%s has another text encoder than model.pretrained=%s, and the network was trained with it. Set "
+                "model.pretrained to this folder",
+                folder,
+                config.pretrained or "null",
+            )
 
 
 def _check_meaning(before: ModelConfig, now: ModelConfig, model: LatentDiffusion, source: str) -> None:

@@ -295,6 +295,9 @@ def check_changes(config: Config, checkpoint: Path, name: str) -> None:
     """
     before = redact(yaml.safe_load(read_config(checkpoint)))  # Earlier versions knew fewer secrets.
     now = redact(to_dict(config))
+    for values in (before, now):  # `trainer.max_duration` may move it.
+        if (ema := values.get("algorithms", {}).get("ema")) is not None:
+            ema["start"] = f"{_step_of(config, values, ema['start'], 'algorithms.ema.start')}ba"
     changes = [(effect_of(change[0], config.task), change) for change in _differences(before, now)]
     refused = {Effect.refused}
     plugins = before.get("plugins", {}).get("train_dataset"), config.plugins.train_dataset
@@ -326,15 +329,23 @@ def check_changes(config: Config, checkpoint: Path, name: str) -> None:
 def _check_discriminator(config: Config, before: Mapping[str, Any], step: int, name: str) -> None:
     """Raise a ConfigurationError if the training of a discriminator has begun, and would stop until a later start."""
     key = "autoencoder.adversarial_start"
-    then = replace(config, trainer=replace(config.trainer, max_duration=before["trainer"]["max_duration"]))
-    was = steps_of(then, before["autoencoder"]["adversarial_start"], key)
-    now = steps_of(config, config.autoencoder.adversarial_start, key)
-    assert was is not None and now is not None
+    was, now = (
+        _step_of(config, values, values["autoencoder"]["adversarial_start"], key)
+        for values in (before, to_dict(config))
+    )
     if was < step < now:
         raise ConfigurationError(
-            f"{key}={config.autoencoder.adversarial_start} is step {math.ceil(now)} of this run, but {name} has "
-            f"trained the discriminator since step {math.ceil(was)}: set {key}={math.ceil(was)}ba"
+            f"{key}={config.autoencoder.adversarial_start} is step {now} of this run, but {name} has trained the "
+            f"discriminator since step {was}: set {key}={was}ba"
         )
+
+
+def _step_of(config: Config, values: Mapping[str, Any], text: str, key: str) -> int:
+    """Return the first step at or after a time, in a run of the length in a configuration's values."""
+    run = replace(config, trainer=replace(config.trainer, max_duration=values["trainer"]["max_duration"]))
+    steps = steps_of(run, text, key)
+    assert steps is not None
+    return math.ceil(steps - 1e-6)  # 0.07dur of 100 steps is 7.000000000000001.
 
 
 def with_kept_settings(config: Config, checkpoint: Path) -> Config:

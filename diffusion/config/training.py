@@ -257,7 +257,8 @@ class EMAConfig:
     """Moving averages of the weights. The first is evaluated and sampled; each takes 4 bytes per weight."""
 
     start: str = time(MISSING, units="ba sp dur")
-    """Time of their allocation as copies of the weights: `800000ba`, `0.94dur`."""
+    """Time of their allocation as copies of the weights: `800000ba`, `0.94dur`. A resumption that would move
+    their step, as a longer run moves `0.94dur`, is refused."""
 
     decays: list[float] = bounded([0.9999], min=0, below=1)
     """Exponential averages: decay of each per update."""

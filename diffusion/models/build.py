@@ -127,8 +127,10 @@ def load_weights(model: LatentDiffusion, weights: dict[str, Tensor], source: str
     expected = model.state_dict()
     for ingredient in model.ingredients:
         prefix = f"{ingredient.part}."
-        if not any(name.startswith(prefix) for name in weights):
-            weights = weights | {name: value for name, value in expected.items() if name.startswith(prefix)}
+        initial = {name: value for name, value in expected.items() if name.startswith(prefix)}
+        if initial and not any(name.startswith(prefix) for name in weights):
+            log.warning("%s has no weights of %s, which keeps its initial ones", source, ingredient.part)
+            weights = weights | initial
     missing, unexpected = expected.keys() - weights.keys(), weights.keys() - expected.keys()
     shapes = [name for name in expected.keys() & weights.keys() if expected[name].shape != weights[name].shape]
     if missing or unexpected or shapes:

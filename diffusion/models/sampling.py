@@ -82,13 +82,14 @@ class HeunScheduler(FlowMatchHeunDiscreteScheduler):
     def set_timesteps(self, num_inference_steps: int, device: Any = None) -> None:
         """Space n steps evenly from 1 to 0 before the shift; those of diffusers are n - 1 and a tiny one.
 
-        The network's timesteps are whole, as in training, and the last is the first one of training.
+        The network's timesteps are whole, as in training. The last step is Euler's (Karras et al. 2022, algorithm 1): a
+        correction at noise level 0, where nothing is trained, would leave noise in the image.
         """
         super().set_timesteps(num_inference_steps, device)
         line, shift = torch.linspace(1, 0, num_inference_steps + 1, dtype=torch.float64), self.config["shift"]
         self.sigmas = (shift * line / (1 + (shift - 1) * line)).float()
         timesteps = (self.sigmas * self.config["num_train_timesteps"]).clamp(min=1)
-        self.timesteps = timesteps.round().repeat_interleave(2)[1:-1].to(device)
+        self.timesteps = timesteps.round().repeat_interleave(2)[1:-2].to(device)
         self._step_index = 0
 
     def step(self, model_output: Tensor, timestep: Any, sample: Tensor, *_: Any, **__: Any) -> SchedulerOutput:
@@ -171,7 +172,7 @@ def inference_scheduler(noise_scheduler: Any, sampler: Sampler | str | None = No
     Diffusion 2.
 
     Rectified flow: Euler's method (as DPM-Solver++ of order 1, which all pipelines of diffusers take), or Heun's with
-    two evaluations a step.
+    two evaluations a step, but one in the last.
 
     Raises:
         ValueError: the sampler does not fit the noise schedule.

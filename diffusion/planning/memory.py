@@ -4,6 +4,7 @@ Parameters and activations are counted on networks of the meta device, once for 
 """
 
 import functools
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ from diffusion.models.fast.compilation import find_units
 from diffusion.models.ingredients import Call, Caller, Ingredient, adapt, find_ingredients
 from diffusion.models.networks import Network, text_width_of
 from diffusion.optimizers import hidden_matrices
+
+log = logging.getLogger(__name__)
 
 WEIGHT_BYTES = GRADIENT_BYTES = EMA_BYTES = 4
 """Master weights, gradients and their averages are fp32."""
@@ -258,8 +261,8 @@ def meta_parts(config: ModelConfig) -> tuple[Network, list[Ingredient]]:
 
 def meta_forward(
     config: ModelConfig, network: Network, ingredients: Sequence[Ingredient], size: ImageSize, dtype: torch.dtype
-) -> Tensor:
-    """Prediction in training for one image of a size in pixels, on the meta device."""
+) -> Tensor | None:
+    """Prediction in training for one image of a size in pixels, on the meta device; None if the user's code fails."""
     settings: Any = network.config
     num_tokens, width = text_shape(config)[0], text_width_of(network)
     shape = [1, settings["in_channels"], *(side // vae_factor(config) for side in size)]
@@ -267,16 +270,29 @@ def meta_forward(
         if config.adapted_text_width is not None:
             width = text_width(build_frozen_text_encoder(config))
         latents, address = torch.empty(shape, dtype=dtype), torch.empty(1, dtype=torch.int64)
-        batch: dict[str, Tensor] = {BatchKey.STEP: address, BatchKey.SAMPLE: address}
-        batch[BatchKey.SCORES] = torch.empty(1, len(config.score_names))
+        batch: dict[str, Tensor] = {
+            **dict.fromkeys((BatchKey.STEP, BatchKey.SAMPLE, BatchKey.SLOT, BatchKey.STREAM), address),
+            BatchKey.TOKEN_IDS: torch.empty(1, num_tokens, dtype=torch.int64),
+            BatchKey.PLACEMENT: torch.empty(1, 6, dtype=torch.int64),
+            BatchKey.SCORES: torch.empty(1, len(config.score_names)),
+            BatchKey.IMAGE: torch.empty(1, 3, *size, dtype=torch.uint8),
+        }
+        if not config.architecture.is_pixel:
+            batch |= dict.fromkeys((BatchKey.LATENT_MEAN, BatchKey.LATENT_LOGVAR), latents.half())
         text, mask = torch.empty(1, num_tokens, width, dtype=dtype), torch.ones(1, num_tokens, dtype=torch.bool)
         caller, call = Caller(network, ingredients), Call(is_training=True, batch=batch)
-        conditioning = caller.condition(Conditioning(text, mask=mask), call)._replace(mask=None)
+        pooled = sizes = None
         if settings.get("addition_embed_type") == "text_time":
             pooled = settings["projection_class_embeddings_input_dim"] - 6 * settings["addition_time_embed_dim"]
-            sizes = torch.empty(1, 6, dtype=dtype)
-            conditioning = conditioning._replace(pooled=torch.empty(1, pooled, dtype=dtype), placement=sizes)
-        return caller(latents, address, conditioning, call)
+            pooled, sizes = torch.empty(1, pooled, dtype=dtype), torch.empty(1, 6, dtype=dtype)
+        try:
+            conditioning = caller.condition(Conditioning(text, pooled, sizes, mask), call)._replace(mask=None)
+            return caller(latents, address, conditioning, call)
+        except Exception as error:
+            if not config.ingredients:
+                raise
+            log.warning("model.ingredients cannot be planned, as they fail on the meta device: %r", error)
+            return None
 
 
 def parse_model(text: str) -> ModelConfig:
@@ -319,7 +335,7 @@ def _num_trained(parameters: Iterable[nn.Parameter]) -> int:
 
 
 @functools.cache
-def _activation_bytes(model: str, size: ImageSize, dtype: torch.dtype) -> int:
+def _activation_bytes(model: str, size: ImageSize, dtype: torch.dtype) -> int | None:
     """Each storage that autograd keeps counts once, weights do not; nothing is recomputed.
 
     Attention counts as by a flash kernel, which keeps its inputs and output and no scores.
@@ -340,6 +356,8 @@ def _activation_bytes(model: str, size: ImageSize, dtype: torch.dtype) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = meta_forward(config, network, ingredients, size, dtype)
     # The graph of the output keeps the storages, and their numbers, in use.
+    if output is None:
+        return None
     assert output.is_meta
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 

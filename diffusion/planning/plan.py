@@ -103,7 +103,10 @@ def _training_flops(model: str, size: ImageSize) -> int | None:
     network, ingredients = meta_parts(config)
     if not all(parameter.requires_grad for parameter in network.parameters()):
         with FlopCounterMode(display=False) as counter:
-            meta_forward(config, network, ingredients, size, torch.float32).sum().backward()
+            output = meta_forward(config, network, ingredients, size, torch.float32)
+            if output is None:
+                return None
+            output.sum().backward()
         return counter.get_total_flops()
     height, width = (side // vae_factor(config) for side in size)
     flops = count_flops(

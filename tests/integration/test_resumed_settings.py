@@ -157,6 +157,15 @@ def test_averages_are_not_switched_off_once_they_have_begun(tmp_path):
     assert refused_keys(on, off, tmp_path) == refused_keys(off, on, tmp_path) == set()
 
 
+def test_the_step_at_which_averages_began_stays_when_a_run_grows(tmp_path):
+    before, moved, same = (
+        to_dict(load_config(TASKS[Task.diffusion], [f"algorithms.ema.start={start}", f"trainer.max_duration={length}"]))
+        for start, length in [("0.5dur", "8ba"), ("0.5dur", "16ba"), ("4ba", "16ba")]
+    )
+    assert refused_keys(before, moved, tmp_path, "LateStartEMA") == {"algorithms.ema.start"}
+    assert refused_keys(before, same, tmp_path, "LateStartEMA") == refused_keys(before, moved, tmp_path) == set()
+
+
 @pytest.mark.parametrize("folders", [("null", "new"), ("old", "null"), ("old", "new")])
 def test_a_run_does_not_begin_anew_where_its_checkpoints_are_looked_for_elsewhere(folders, tmp_path):
     before, now = (f"trainer.checkpoint_folder={one if one == 'null' else tmp_path / one}" for one in folders)

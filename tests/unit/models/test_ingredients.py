@@ -29,7 +29,9 @@ from diffusion.models.architectures import TINY, build_vae
 from diffusion.models.build import build_model, load_weights
 from diffusion.models.ingredients import Ingredient
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.planning.memory import parameter_counts
+from diffusion.models.networks import text_width_of
+from diffusion.operations.checks.machine import find_demand
+from diffusion.planning.memory import activation_bytes, largest_size, parameter_counts
 from diffusion.plugins import check_plugins
 from diffusion.train import build_training_model
 from tests.tools.latent_models import latent_batch
@@ -63,6 +65,26 @@ class Darkness(Brightness):
 
     def loss(self, outputs):
         return {"darkness": -outputs.values["darkness"].mean()}
+
+
+class Length(Ingredient):
+    """Conditions on the length of the caption."""
+
+    part = "length"
+
+    def __init__(self, *, reads_values=False):
+        self._reads_values = reads_values
+
+    def build(self, network, text_encoder, *, is_meta=False):
+        self.module = nn.Linear(1, text_width_of(network))
+
+    def condition(self, conditioning, call):
+        if not call.batch:
+            return conditioning
+        length = (call.batch[BatchKey.TOKEN_IDS] != 0).sum(1, keepdim=True).float()
+        if self._reads_values:
+            length /= float(length.max())
+        return conditioning._replace(text=conditioning.text + self.module(length)[:, None])
 
 
 def build(*ingredients: Plugin) -> tuple[Config, LatentDiffusion]:
@@ -105,6 +127,16 @@ def test_one_with_weights_and_a_term_is_trained_stored_and_planned():
     assert model.eval_forward(batch()).values == {}
     load_weights(model, plain.state_dict(), "a phase without it")
     assert parameter_counts(config).trained == parameter_counts(plain_config).trained + 5
+
+
+@pytest.mark.parametrize("reads_values", [False, True])
+def test_one_that_reads_the_batch_is_planned_or_its_activations_are_unknown(reads_values):
+    config, model = build(Plugin(path=f"{__name__}.Length", arguments={"reads_values": reads_values}))
+    model.sample_errors(model(batch())).sum().backward()
+    assert model.get_parameter("length.weight").grad is not None
+    demand = find_demand(config, Device.gpu, num_ranks=1, ranks_per_node=1)
+    assert demand.gpu_bytes is not None and demand.gpu_bytes > demand.checkpoint_bytes
+    assert (activation_bytes(config, largest_size(config)) is None) == reads_values
 
 
 def test_one_that_serves_training_only_is_left_out_of_models_for_sampling():
@@ -246,6 +278,24 @@ def test_what_is_no_run_of_a_diffusion_model_is_named(tmp_path):
         load_model(tmp_path)
 
 
+class Waves(Brightness):
+    """Scales the mean by a random constant."""
+
+    def build(self, network, text_encoder, *, is_meta=False):
+        super().build(network, text_encoder)
+        self.module.register_buffer("scale", torch.randn(()))
+
+
+def test_an_average_has_the_buffers_of_its_run(tmp_path):
+    path = f"{__name__}.Waves"
+    config, model = build(Plugin(path=path))
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    weights["brightness.scale"].fill_(7)
+    _, average = stored(tmp_path, config, weights)
+    save_file({name: value for name, value in weights.items() if name != "brightness.scale"}, average)
+    assert load_model(average, paths=FrozenPaths(ingredients=[path])).get_buffer("brightness.scale") == 7
+
+
 def test_initial_weights_mean_what_they_meant_in_their_training(tmp_path):
     scores = "model.score_conditioning={columns: [{name: a}, {name: b, mean: 2}]}"
     turned = "model.score_conditioning={columns: [{name: b, mean: 2}, {name: a}]}"
@@ -317,6 +367,19 @@ def toy_run(run: Path, *overrides: str) -> Path:
     return stored(run, config, {name: torch.randn(x.shape, generator=generator) * 0.1 for name, x in weights.items()})[
         0
     ]
+
+
+def test_a_phase_that_would_lose_the_text_adapter_of_its_initial_folder_says_so(tmp_path, caplog):
+    export(str(toy_run(tmp_path / "run", "model.text_adapter={layers: 1}")), tmp_path / "out")
+    start = f"init_from.checkpoint={tmp_path / 'out'}"
+    build_training_model(load_config("tests/tools/toy.yaml", [start, "model.text_adapter={layers: 1}"]), Device.cpu)
+    assert f"{tmp_path / 'out'} has another text encoder" in caplog.text
+    assert "no weights of text_adapter" in caplog.text
+    caplog.clear()
+    build_training_model(
+        load_config("tests/tools/toy.yaml", [start, f"model.pretrained={tmp_path / 'out'}"]), Device.cpu
+    )
+    assert not caplog.text
 
 
 def test_a_card_has_the_numbers_of_its_weights_once(tmp_path):

@@ -100,7 +100,7 @@ def test_samplers_of_a_flow_take_each_number_of_steps_from_noise_to_the_image(sa
         assert levels[-1] == 0
         rest = levels / (shift - (shift - 1) * levels)
         torch.testing.assert_close(rest, torch.linspace(float(rest[0]), 0, num_steps + 1), rtol=0, atol=1e-5)
-        assert len(timesteps) == (num_steps if sampler == "euler" else 2 * num_steps)
+        assert len(timesteps) == (num_steps if sampler == "euler" else 2 * num_steps - 1)
         torch.testing.assert_close(1 - found.double().item(), float(levels[0]), rtol=0, atol=1e-3)
 
 
