@@ -22,7 +22,7 @@ from typing import Any
 
 import pandas as pd
 
-from diffusion.config.fields import check_sections
+from diffusion.config.checks import check
 from diffusion.config.loading import load_config, read_yaml, to_yaml
 from diffusion.config.secrets import redact
 from diffusion.errors import ConfigurationError
@@ -177,7 +177,7 @@ def make_points(
         yaml, given = split_command(command)
         unnamed = _overrides({"run_name": folder.name, "group": folder.name, "output_folder": "point"})
         config = load_config(yaml, [*given, *unnamed])
-        check_sections(config)
+        check(config, world_size=None, may_be_random=True)  # The program may build its own model.
         name = hashlib.sha256(to_yaml(config).encode()).hexdigest()[:10]
         if name in points and sweep["method"] == "random":
             continue

@@ -54,6 +54,7 @@ from diffusion.config.checks import (
     check_common_settings,
     check_device,
     common_settings,
+    interval_of,
     planned_steps,
     resolve_device,
     steps_of,
@@ -65,7 +66,7 @@ from diffusion.config.schema import Config, Task
 from diffusion.config.training import Collectives, Decay, Device, OptimizerName, Parallelism, Precision
 from diffusion.datasets.batch import BatchKey, num_samples, split_batch
 from diffusion.datasets.dataset import TrainingDataset
-from diffusion.datasets.loader import stop_workers, train_loader, validation_dataset, validation_loader
+from diffusion.datasets.loader import BatchLoader, stop_workers, train_loader, validation_dataset, validation_loader
 from diffusion.datasets.streams import Files
 from diffusion.distributed import agree, broadcast, on_first_rank
 from diffusion.errors import ConfigurationError, PreemptedError, error_context, explained_writes
@@ -396,7 +397,9 @@ def _plugin_loader(config: Config) -> DataLoader:
     rank_batch_size = data.global_batch_size // dist.get_world_size()
     # The host may wait for earlier work on the device when it copies from memory that is not pinned.
     options: dict[str, Any] = {"num_workers": data.num_workers, "pin_memory": torch.cuda.is_available()}
-    return DataLoader(dataset, rank_batch_size, sampler=sampler, drop_last=True, **options)
+    if data.num_workers:
+        options |= {"prefetch_factor": data.prefetch_factor, "timeout": data.loader_timeout}
+    return BatchLoader(dataset, rank_batch_size, sampler=sampler, drop_last=True, **options)
 
 
 def build_evaluator(config: Config, model: ComposerModel, files: Files | None = None) -> Evaluator | None:
@@ -422,7 +425,7 @@ def build_evaluator(config: Config, model: ComposerModel, files: Files | None = 
     return Evaluator(
         label="validation",
         dataloader=DataSpec(loader, split_batch=split_batch, get_num_samples_in_batch=num_samples),
-        eval_interval=config.trainer.eval_interval,
+        eval_interval=interval_of(config, config.trainer.eval_interval, "trainer.eval_interval"),
         device_eval_microbatch_size=config.validation.device_batch_size,
     )
 
@@ -520,30 +523,18 @@ def build_optimizer(config: Config, model: ComposerModel) -> AdamW:
 
 def _build_scheduler(config: Config) -> ComposerScheduler:
     schedule = config.schedule
+    warmup = steps_of(config, schedule.warmup, "schedule.warmup")
+    cooldown = steps_of(config, schedule.cooldown, "schedule.cooldown")
+    assert warmup is not None and cooldown is not None
+    whole = f"{int(warmup)}ba"
     if schedule.decay == Decay.constant:
-        return ConstantWithWarmupScheduler(t_warmup=schedule.warmup)
+        return ConstantWithWarmupScheduler(t_warmup=whole)
     if schedule.decay == Decay.linear:
-        return LinearWithWarmupScheduler(t_warmup=schedule.warmup, alpha_f=schedule.final)
-    if schedule.decay == Decay.wsd:
-        return _build_wsd(config)
-    return CosineAnnealingWithWarmupScheduler(t_warmup=schedule.warmup, alpha_f=schedule.final)
-
-
-def _build_wsd(config: Config) -> ComposerScheduler:
-    schedule, total = config.schedule, planned_steps(config)
-
-    def steps(text: str, key: str) -> float:
-        length = steps_of(config, text, key)
-        assert length is not None
-        return length
-
-    multiplier = partial(
-        warmup_stable_decay,
-        warmup=steps(schedule.warmup, "schedule.warmup"),
-        cooldown=steps(schedule.cooldown, "schedule.cooldown"),
-        total=total,
-        final=schedule.final,
-    )
+        return LinearWithWarmupScheduler(t_warmup=whole, alpha_f=schedule.final)
+    if schedule.decay == Decay.cosine:
+        return CosineAnnealingWithWarmupScheduler(t_warmup=whole, alpha_f=schedule.final)
+    total, final = planned_steps(config), schedule.final
+    multiplier = partial(warmup_stable_decay, warmup=warmup, cooldown=cooldown, total=total, final=final)
     return lambda state, ssr=1.0: multiplier(state.timestamp.batch.value)
 
 

@@ -16,8 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diffusion.config.checks import is_location
-from diffusion.config.fields import check_sections
+from diffusion.config.checks import check, is_location
 from diffusion.config.loading import load_config
 from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError, explained_writes
@@ -100,10 +99,10 @@ def load_configs(words: Sequence[str], samples: Sequence[float] | None) -> list[
     if samples is not None and len(samples) != len(files):
         raise ConfigurationError(f"--samples has {len(samples)} numbers for {len(files)} runs: give one for each")
     configs = [load_config(file, overrides, may_miss=is_location) for file in files]
-    for config in configs:
-        check_sections(config)
     for config, number in zip(configs, samples or [], strict=samples is not None):
         config.plan.num_samples = int(number)
+    for config in configs:
+        check(config, world_size=None, may_be_random=True)
     return configs
 
 

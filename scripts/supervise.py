@@ -79,7 +79,7 @@ def main() -> None:
     """Supervise."""
     options = parse_arguments()
     pool = read_pool(options)
-    from diffusion.config.fields import check_sections
+    from diffusion.config.checks import check
     from diffusion.config.loading import load_config
     from diffusion.operations.events import EventLog
     from diffusion.operations.heartbeats import heartbeat_folder
@@ -90,7 +90,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s supervisor: %(message)s")
     yaml, overrides = split_command(options.command)
     config = load_config(yaml, overrides)
-    check_sections(config)
+    check(config, world_size=None, may_be_random=True)  # The command may build its own model.
     run, settings = Path(config.output_folder).expanduser(), config.operations.supervision
     if options.grow_after is not None and settings.check_timeout is None:
         raise ConfigurationError("--grow-after needs the check of hosts: set operations.supervision.check_timeout")

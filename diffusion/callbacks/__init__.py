@@ -3,6 +3,7 @@
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from diffusion.callbacks.step import (
 from diffusion.callbacks.stream_losses import StreamLosses
 from diffusion.checkpointing.resume import CheckpointStorage
 from diffusion.composer_models import AutoencoderTraining, LatentDiffusionTraining
-from diffusion.config.checks import steps_of
+from diffusion.config.checks import interval_of, steps_of
 from diffusion.config.data import Mixing, Representation
 from diffusion.config.loading import to_public_yaml
 from diffusion.config.model import Compilation
@@ -166,7 +167,8 @@ def _build_task_callbacks(
         callbacks.append(CountChunks(model.conditioner))
     if config.plugins.train_dataset is None and len(streams) > 1:
         callbacks.append(StreamLosses(model, [one.name for one in streams], config.loggers.stream_loss_interval))
-    return [*callbacks, SampleGrids(model, config.samples, folder / SAMPLES, ema, config.run_name)]
+    samples = replace(config.samples, interval=interval_of(config, config.samples.interval, "samples.interval"))
+    return [*callbacks, SampleGrids(model, samples, folder / SAMPLES, ema, config.run_name)]
 
 
 def _build_utilisation(config: Config, dataset: Any) -> Utilisation:
@@ -189,7 +191,7 @@ def _build_saver(config: Config, storage: CheckpointStorage, guard: LossGuard | 
         every = steps_of(config, settings.keep_every, "trainer.keep_every")
     return SaveCheckpoints(
         storage.folder,
-        settings.save_interval,
+        interval_of(config, settings.save_interval, "trainer.save_interval"),
         newest=settings.keep_checkpoints if settings.keep_checkpoints > 0 else None,
         every=every,
         remote=storage.remote,

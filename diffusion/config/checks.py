@@ -12,7 +12,14 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from diffusion.config.data import Representation, group_size, image_sizes, legal_world_sizes, microbatch_size
+from diffusion.config.data import (
+    DataConfig,
+    Representation,
+    group_size,
+    image_sizes,
+    legal_world_sizes,
+    microbatch_size,
+)
 from diffusion.config.documentation import find_field
 from diffusion.config.fields import CHECK, LocationLimits, parse_time, section_problems
 from diffusion.config.loading import leaves, missing_keys, to_dict
@@ -75,10 +82,16 @@ def steps_of(config: Config, text: str, key: str) -> float | None:
     return parse_time(text, key).in_steps(num_steps=planned_steps(config), global_batch_size=batch_size)
 
 
+def interval_of(config: Config, text: str, key: str) -> str:
+    """Write an interval for Composer, which would round a share of the run up where its product is inexact."""
+    steps = steps_of(config, text, key)
+    return text if steps is None or not text.lower().endswith("dur") else f"{math.ceil(steps)}ba"
+
+
 def check(
     config: Config,
     *,
-    world_size: int,
+    world_size: int | None,
     side_factor: int | None = None,
     num_text_tokens: int | None = None,
     may_be_random: bool = False,
@@ -87,7 +100,7 @@ def check(
 
     Args:
         config: the configuration.
-        world_size: number of ranks.
+        world_size: number of ranks; None if unknown.
         side_factor: both sides of an image are multiples of it; None if unknown.
         num_text_tokens: tokens of a caption; None if unknown.
         may_be_random: accept a VAE and text encoder of full size with random weights, for measurements of speed.
@@ -99,8 +112,8 @@ def check(
     sections_are_right = not problems
     problems += [*_folders(config), *_tasks(config), *([] if may_be_random else _random_parts(config))]
     if sections_are_right:
-        problems += [*_times(config), *_image_sizes(config, side_factor), *rank_problems(config, world_size)]
-        problems += _judged_sizes(config)
+        problems += [*_times(config), *_image_sizes(config, side_factor), *_judged_sizes(config)]
+        problems += rank_problems(config, world_size) if world_size is not None else []
         if side_factor is not None and num_text_tokens is not None:
             problems += _attention_lengths(config, side_factor, num_text_tokens)
     raise_all(ConfigurationError, redact(problems))
@@ -173,6 +186,7 @@ def _tasks(config: Config) -> Iterator[str]:
         )
     if config.task is Task.diffusion and config.model.architecture.is_pixel:
         yield from _pixels(config)
+    yield from _loading(config)
     if unknown := sorted(config.samples.scores.keys() - {*config.model.score_names}):
         yield (
             f"samples.scores has {', '.join(unknown)}, and model.score_conditioning has no such column. Remove it, or "
@@ -212,6 +226,23 @@ def _tasks(config: Config) -> Iterator[str]:
             "task is autoencoder, whose latents are measured on data.streams after the training, also with "
             "plugins.train_dataset. Set data.local and data.streams."
         )
+
+
+def _loading(config: Config) -> Iterator[str]:
+    data, trainer = config.data, config.trainer
+    if data.num_workers and data.loader_timeout >= trainer.dist_timeout:
+        yield (
+            f"data.loader_timeout is {data.loader_timeout:g}, but must be less than trainer.dist_timeout "
+            f"{trainer.dist_timeout:g}: the collectives of other ranks would end first. Set it to "
+            f"{0.9 * trainer.dist_timeout:g}."
+        )
+    if config.plugins.train_dataset is not None:
+        for name in ("caption_weights", "crop", "horizontal_flip", *([] if data.known_streams else ["mixing"])):
+            if (value := getattr(data, name)) != getattr(DataConfig, name):
+                yield (
+                    f"data.{name} is {getattr(value, 'value', value)}, which has no effect on plugins.train_dataset. "
+                    "Remove it."
+                )
 
 
 def _network(config: Config) -> Iterator[str]:

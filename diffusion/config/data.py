@@ -1,6 +1,7 @@
 """Configuration of the training and validation data."""
 
 import hashlib
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 from omegaconf import MISSING
 
-from diffusion.config.fields import bounded, location, parse_size
+from diffusion.config.fields import MAX_SECONDS, bounded, location, parse_size
 from diffusion.errors import ConfigurationError
 
 HASHES = {name for name in hashlib.algorithms_available if hasattr(hashlib, name) and not name.startswith("shake_")} | {
@@ -181,7 +182,7 @@ class DataConfig:
     horizontal_flip: float = bounded(0.0, min=0, max=1)
     """Probability of mirroring an image; only with `representation: images`."""
 
-    global_batch_size: int = bounded(MISSING, min=1)
+    global_batch_size: int = bounded(MISSING, min=1, max=2**32)
     """Samples of one optimizer step over all ranks."""
 
     mixing: Mixing = Mixing.mixed
@@ -227,7 +228,7 @@ class DataConfig:
     """Hash that shards are checked against, such as `xxh64`, after the download and at the first use in a start; null:
     the hash in the index. Without one in the index, only sizes are compared."""
 
-    loader_timeout: float = bounded(540.0, min=0)
+    loader_timeout: float = bounded(540.0, above=0, max=MAX_SECONDS)
     """Seconds without a batch from a worker after which the run ends with an error. Below `trainer.dist_timeout`: the
     rank whose storage is slow reports it before the collectives of the others end."""
 
@@ -340,7 +341,8 @@ def group_size(data: DataConfig) -> int:
 def legal_world_sizes(global_batch_size: int, unit_size: int = 1) -> list[int]:
     """World sizes that give each rank the same number of whole units (groups or samples)."""
     units = global_batch_size // unit_size
-    return [size for size in range(1, units + 1) if units % size == 0]
+    small = [size for size in range(1, math.isqrt(units) + 1) if units % size == 0]
+    return sorted({*small, *(units // size for size in small)})
 
 
 def microbatch_size(data: DataConfig, limit: int | None, world_size: int) -> int:

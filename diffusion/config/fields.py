@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from omegaconf import MISSING
 
@@ -18,6 +18,9 @@ from diffusion.errors import ConfigurationError, raise_all
 
 MAX_SEED = 2**32 - 2**16
 """Seeds have 32 bits, and those of ranks and of prompts follow the one of the configuration."""
+
+MAX_SECONDS = 1e9
+"""Timeouts of Python and torch overflow at about ten times as many."""
 
 TIME_UNITS = {"ba": "batches", "sp": "samples", "ep": "epochs", "dur": "fraction of the run"}
 SIZE_UNITS = {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30, "tb": 2**40, "pb": 2**50}
@@ -40,8 +43,11 @@ class Time:
 
     def in_steps(self, *, num_steps: int, global_batch_size: int) -> float | None:
         """Convert to optimizer steps, in a run of `num_steps`; None for epochs, whose length depends on the data."""
-        steps = {"ba": 1.0, "sp": 1 / global_batch_size, "dur": num_steps}
-        return self.value * steps[self.unit] if self.unit in steps else None
+        factors = {"ba": 1.0, "sp": 1 / global_batch_size, "dur": num_steps}
+        if self.unit not in factors:
+            return None
+        steps = self.value * factors[self.unit]
+        return round(steps) if math.isclose(steps, round(steps)) else steps  # 0.07 * 100 is more than 7.
 
 
 def parse_time(text: str, key: str, units: Collection[str] = TIME_UNITS) -> Time:
@@ -68,11 +74,12 @@ def parse_size(text: str, key: str) -> int:
     Raises:
         ConfigurationError: the text is not such a size.
     """
-    match = _NUMBER_AND_UNIT.fullmatch(f"{text}b" if text.isdigit() else text)
-    if match is None or match[2].lower() not in SIZE_UNITS:
+    match = _NUMBER_AND_UNIT.fullmatch(f"{text}b" if text.isdecimal() else text)
+    size = float(match[1]) * SIZE_UNITS.get(match[2].lower(), math.nan) if match is not None else math.nan
+    if not math.isfinite(size):
         units = ", ".join(SIZE_UNITS)
         raise ConfigurationError(f"{key} is '{text}', but must be a number and a unit ({units}), as in 500gb.")
-    return int(float(match[1]) * SIZE_UNITS[match[2].lower()])
+    return int(size)
 
 
 def size_text(num_bytes: float, digits: int = 1) -> str:
@@ -101,7 +108,7 @@ class Limits:
     def problem(self, value: float, key: str) -> str | None:
         """Describe a violation, if there is one."""
         holds = (
-            math.isfinite(value)
+            -math.inf < value < math.inf  # Also an integer of 400 digits.
             and (self.min is None or value >= self.min)
             and (self.max is None or value <= self.max)
             and (self.above is None or value > self.above)
@@ -187,8 +194,9 @@ class Plugin:
 def section_problems(section: Any, key: str = "") -> Iterator[str]:
     """Describe everything that is wrong within a section and the sections below it.
 
-    Missing values (`???`) are skipped. Relations between the fields of a section are checked when each field by itself
-    is right. The dotted key of the section is empty for a whole configuration.
+    Missing values (`???`) are skipped. A number without limits must be finite, unless values may have any type.
+    Relations between the fields of a section are checked when each field by itself is right. The dotted key of the
+    section is empty for a whole configuration.
     """
     own: list[str] = []
     for field in dataclasses.fields(section):
@@ -196,6 +204,8 @@ def section_problems(section: Any, key: str = "") -> Iterator[str]:
         for child_key, child in _elements(f"{key}.{field.name}".lstrip("."), getattr(section, field.name)):
             if dataclasses.is_dataclass(child):
                 yield from section_problems(child, child_key)
+            elif check is None and isinstance(child, float) and Any not in get_args(field.type):
+                own += filter(None, [Limits().problem(child, child_key)])
             elif check is not None and child is not None and child != MISSING:
                 own += filter(None, [check.problem(child, child_key)])
     yield from own

@@ -138,7 +138,7 @@ def missing_keys(config: Any) -> dict[str, str]:
     A run with `plugins.train_dataset` needs no streams.
     """
     keys = [key for key, value in leaves(to_dict(config)) if value == MISSING]
-    if isinstance(config, Config) and config.plugins.train_dataset is not None:
+    if isinstance(config, Config) and getattr(config.plugins, "train_dataset", None) is not None:
         keys = [key for key in keys if key not in ("data.local", "data.streams")]
     return {key: find_field(type(config), key)[1] for key in keys}
 
@@ -227,7 +227,7 @@ class _Source:
             if isinstance(node, yaml.MappingNode):
                 names = (part, ".".join(parts[depth:]))  # A dotted key is a mistake, which has a line, too.
                 found = [(name, child) for name, child in node.value if name.value in names]
-            elif isinstance(node, yaml.SequenceNode) and part.isdigit():
+            elif isinstance(node, yaml.SequenceNode) and part.isdecimal():
                 found = [(child, child) for child in node.value[int(part) : int(part) + 1]]
             if not found:
                 return None, line
@@ -281,7 +281,8 @@ def _read_override(override: str) -> list[_Source]:
         values = _parse(text, where)
         if not isinstance(values, dict):
             raise ConfigurationError(f"{where} is not of the form {OVERRIDES}={{key.sub: value}}.")
-        overrides = [f"{one}={dump(value).removesuffix(_END)}" for one, value in values.items()]
+        nodes = yaml.compose(text, Loader=_Loader).value  # Text stays as written.
+        overrides = [f"{one.value}={yaml.serialize(child, Dumper=_Dumper).removesuffix(_END)}" for one, child in nodes]
         return [source for one in overrides for source in _read_override(one)]
     for name in reversed(names):
         text = f"{name}:\n{textwrap.indent(text, ' ')}"
@@ -344,10 +345,10 @@ class _Merger:
         return [*self.sources, *holding][-1]
 
     def overlay(self, base: Any, value: Any, key: str, source: _Source) -> Any:
-        """Lay values over others. Dictionaries merge, and `{1: value}` over a list replaces its element 1."""
+        """Lay values over others. Dictionaries merge, `{1: value}` over a list replaces its element 1, `{}` clears."""
         if isinstance(value, list):
             return [self.overlay(None, child, _join(key, index), source) for index, child in enumerate(value)]
-        if not isinstance(value, dict):
+        if not isinstance(value, dict) or (key and not value):
             return value
         if isinstance(base, list):
             return self.overlay_elements(base, value, key, source)
@@ -360,7 +361,7 @@ class _Merger:
         result = list(elements)
         for name, child in values.items():
             child_key = _join(key, name)
-            if name.isdigit() and int(name) < len(elements):
+            if name.isdecimal() and int(name) < len(elements):
                 result[int(name)] = self.overlay(result[int(name)], child, child_key, source)
             else:
                 has = f"elements 0 to {len(elements) - 1}" if elements else "no elements"
@@ -384,7 +385,7 @@ class _Merger:
             return {name: self.build(element_type(kind), child, _join(key, name)) for name, child in value.items()}
         try:
             return self.build_scalar(origin, value, key)
-        except (TypeError, ValueError, yaml.YAMLError):
+        except (TypeError, ValueError, OverflowError, yaml.YAMLError):
             self.problems.append(self.wrong_type(annotation, value, key))
             return None
 
@@ -440,12 +441,14 @@ class _Merger:
             return value
         except (OmegaConfBaseException, RecursionError) as error:
             self.problems.append(self.unresolved(key, error))
-            return None
+            return value
 
     def unknown_key(self, kind: type, section: str, name: str) -> str:
         """Describe an unknown key and the keys that may be meant."""
         key, known = _join(section, name), schema_keys(self.schema)
         problem = f"Unknown key {key} ({self.source_of(key).where(key)})"
+        if key == EXTENDS:
+            return f"{problem}: it names the base of a YAML file, in that file."
         if key in known:
             group, _, leaf = name.rpartition(".")
             return f"{problem}: in a YAML file write `{leaf}:` indented below `{group.replace('.', ':` and `')}:`."

@@ -8,7 +8,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from diffusion.config.fields import MAX_SEED, Plugin, bounded, time
+from diffusion.config.fields import MAX_SECONDS, MAX_SEED, Plugin, bounded, time
 from diffusion.config.model import NUM_TIMESTEPS
 from diffusion.config.operations import PrometheusConfig
 
@@ -189,10 +189,10 @@ class TrainerConfig:
     autoresume: bool = True
     """Continue from the newest complete checkpoint in the run folder; false: begin anew, in a folder without any."""
 
-    dist_timeout: float = bounded(600.0, above=0)
+    dist_timeout: float = bounded(600.0, above=0, max=MAX_SECONDS)
     """Timeout of collective operations, in seconds."""
 
-    compile_timeout: float = bounded(3600.0, above=0)
+    compile_timeout: float = bounded(3600.0, above=0, max=MAX_SECONDS)
     """Timeout of collective operations, in seconds, while ranks compile (performance.compilation): in the first 100
     steps of a start, with `data.mixing: groups` in all, since a rare size of images may come late."""
 
@@ -353,7 +353,8 @@ class LoggersConfig:
     """Steps over which the training loss of each stream is averaged, if there are several streams."""
 
     utilisation_interval: int = bounded(50, min=1)
-    """Steps between measurements of the utilisation of machines and loader workers, and of waits for data."""
+    """Steps between measurements of the utilisation of machines and loader workers, and of waits for data; ranks also
+    exchange their bad images then."""
 
 
 @dataclass(kw_only=True)
@@ -370,4 +371,5 @@ class PluginsConfig:
     """Composer algorithms."""
 
     train_dataset: Plugin | None = None
-    """A torch dataset that replaces the streams; its samples are dictionaries with the keys of `BatchKey`."""
+    """A torch dataset that replaces the streams; its samples are dictionaries with the keys of `BatchKey`. Of `data`,
+    batch sizes and the options of loader workers apply; captions, crops and flips are its own."""

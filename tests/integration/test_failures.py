@@ -99,7 +99,7 @@ def test_nodes_with_other_versions_of_the_data_train_on_one_or_end(server, shape
     index.write_text(json.dumps(content))
     remote = f"data.remote={tmp_path}/0/train"
     more = [remote, f"data.local={tmp_path}/{{node}}/train"] if is_cache else []
-    more += ["trainer.max_duration=2ba", "trainer.dist_timeout=60"]
+    more += ["trainer.max_duration=2ba", "trainer.dist_timeout=60", "data.loader_timeout=50"]
     yaml, overrides = latents(shapes, tmp_path / "{node}", tmp_path / "run", *more)
     job = server.start(2, ["tests/tools/ranks_as_nodes.py", "1", yaml, *overrides]).finish()
     if is_cache:
@@ -126,7 +126,7 @@ def test_ranks_with_other_settings_end(server, tmp_path):
 def test_one_rank_alone_may_ask_for_the_state_of_callbacks(server, shapes, tmp_path):
     ask = "plugins.callbacks=[{path: tests.integration.test_failures.AskAlone, arguments: {step: 3}}]"
     ema = "algorithms.ema={start: 1ba, decays: [0.9]}"
-    options = [ask, ema, "trainer.max_duration=5ba", "trainer.dist_timeout=60"]
+    options = [ask, ema, "trainer.max_duration=5ba", "trainer.dist_timeout=60", "data.loader_timeout=50"]
     server.train(2, [latents(shapes, shapes / "latents-32", tmp_path / "run", *options)])
     assert len(losses(tmp_path / "run")) == 5
 
@@ -206,6 +206,9 @@ def test_a_data_set_of_the_users_own_that_is_less_than_a_step_is_refused():
         build_train_data(config)
     config = load_config("tests/tools/toy.yaml", ["plugins.train_dataset.arguments={num_samples: 8}"])
     assert len(list(build_train_data(config).dataloader)) == 1
+    config.data.num_workers, config.data.prefetch_factor, config.data.loader_timeout = 1, 3, 7.0
+    loader: Any = build_train_data(config).dataloader
+    assert (loader.num_workers, loader.prefetch_factor, loader.timeout) == (1, 3, 7.0)
 
 
 def test_a_folder_for_signs_of_life_that_cannot_be_written_is_named(tmp_path):

@@ -110,6 +110,8 @@ def test_a_point_has_the_same_name_wherever_it_comes(tmp_path):
         ("method: random\nrun_cap: 2\nparameters: {seed: {values: [1, 2], distribution: normal}}\n", "distribution"),
         ("run_cap: 1\nparameters: {seed: {values: [1, 2]}}\n", "run_cap is 1"),
         ("parameters: {optimizer.lr: {values: [-1]}}\n", "optimizer.lr"),
+        ("parameters: {model.lora: {values: [null, {rank: 4}]}}\n", "init_from.checkpoint"),
+        ("parameters: {trainer.max_duration: {values: [8ba, 1ba]}}\n", "schedule.warmup"),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(tmp_path, text, key):

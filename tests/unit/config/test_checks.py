@@ -2,7 +2,15 @@ from contextlib import nullcontext
 
 import pytest
 
-from diffusion.config.checks import check, check_device, is_location, missing_locations, planned_steps, resolve_device
+from diffusion.config.checks import (
+    check,
+    check_device,
+    interval_of,
+    is_location,
+    missing_locations,
+    planned_steps,
+    resolve_device,
+)
 from diffusion.config.data import (
     DataConfig,
     ImageSize,
@@ -63,6 +71,8 @@ def test_the_recipe_passes(configuration, world_size):
         ["data.cache_limit=500gb", "data.remote=s3://b"],
         ["model={pretrained: null, vae: /vae, text_encoder: {path: /t5}}"],
         ["model={pretrained: null, architecture: tiny_xl}"],
+        ["plugins.callbacks=[{path: a.B, arguments: {limit: .inf}}]"],
+        ["trainer.dist_timeout=300", "data.num_workers=0"],
         [
             *("data.text_embeddings=true", "data.representation=latents"),
             "model={text_adapter: {layers: 1}, text_encoder: {path: /t5}}",
@@ -281,6 +291,24 @@ def test_legal_combinations(configuration, overrides):
             ["trainer.reshard_after_forward is true", "trainer.num_replicas is 2", "trainer.reduce_precision is bf16"],
         ),
         (["trainer.reduce_precision=fp16"], 1, ["trainer.reduce_precision is fp16", "trainer.precision amp_bf16"]),
+        (["samples.scores={a: .nan}"], 1, ["samples.scores.a is nan"]),
+        (["objective.flow.logit_mean=.inf"], 1, ["objective.flow.logit_mean is inf, but must be finite"]),
+        (
+            ["model.score_conditioning={columns: [{name: a, mean: -.inf}]}"],
+            1,
+            ["model.score_conditioning.columns.0.mean is -inf"],
+        ),
+        ([f"optimizer.base_width={'9' * 400}", "trainer.dist_timeout=1e30"], 1, ["trainer.dist_timeout is 1e+30"]),
+        (["trainer.dist_timeout=300"], 1, ["data.loader_timeout is 540", "trainer.dist_timeout 300", "270"]),
+        (["data.loader_timeout=0"], 1, ["data.loader_timeout is 0.0"]),
+        (
+            [
+                *("plugins.train_dataset={path: a.B}", "data.streams='???'", "data.mixing=bucket"),
+                *("data.caption_weights=[1, 4]", "data.crop=random", "data.horizontal_flip=0.5"),
+            ],
+            1,
+            ["data.mixing is bucket", "data.caption_weights is [1.0, 4.0]", "data.crop is", "data.horizontal_flip"],
+        ),
         (["data.streams.0.proportion=0.5"], 1, ["data.streams has no proportion for b"]),
         (["data.streams=[{name: a, proportion: 1, repeat: 2}]"], 1, ["data.streams.0 has a proportion and a repeat"]),
         (["validation={local: a, streams: [{name: a, repeat: 2}]}"], 1, ["validation.streams.0 has a proportion"]),
@@ -365,9 +393,16 @@ def test_the_microbatch_is_the_largest_divisor_up_to_the_limit(mixing, group, li
     assert group_size(data) == (group or 1)
 
 
+def test_intervals_of_composer_are_whole_steps(configuration):
+    config = configuration("trainer.max_duration=100ba")
+    shares = {"0.14dur": "14ba", "0.145DUR": "15ba", "0.0001dur": "1ba", "3ba": "3ba", "12sp": "12sp", "2ep": "2ep"}
+    assert {text: interval_of(config, text, "k") for text in shares} == shares
+
+
 def test_legal_world_sizes():
     assert legal_world_sizes(12) == [1, 2, 3, 4, 6, 12]
     assert legal_world_sizes(12, 2) == [1, 2, 3, 6]
+    assert len(legal_world_sizes(2**32)) == 33
 
 
 def test_the_size_of_a_stream_is_its_own_or_in_its_name_or_a_square():

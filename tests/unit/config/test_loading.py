@@ -9,7 +9,7 @@ from diffusion.config.fields import Time, parse_size, parse_time
 from diffusion.config.loading import from_dict, load, load_config, missing_keys, to_dict, to_yaml
 from diffusion.config.model import PredictionType
 from diffusion.config.schema import Config
-from diffusion.config.training import EMAConfig, OptimizerConfig
+from diffusion.config.training import EMAConfig, OptimizerConfig, SamplesConfig
 from diffusion.errors import ConfigurationError
 
 COMPLETE = """\
@@ -66,6 +66,8 @@ def test_text_is_kept_as_written(write):
     )
     assert (config.run_name, config.group, config.model.vae) == ("1e3", "2024-01-01", "on")
     assert (config.output_folder, config.samples.prompts) == ("runs/1e3", ["no", "7"])
+    together = "overrides={run_name: 1e3, group: 2024-01-01, model.vae: on, samples.prompts: [no, 7]}"
+    assert load_config(write(COMPLETE), [together]) == config
 
 
 def test_what_only_looks_like_a_date_or_an_octal_number_is_text(write):
@@ -104,6 +106,16 @@ def test_extends_merges_dictionaries_and_replaces_lists(write, tmp_path):
     assert (config.run_name, config.optimizer.lr, config.optimizer.betas) == ("second", 1.0, [0.9, 0.99])
     assert [stream.name for stream in config.data.streams] == ["c"]
     assert config.data.local == "/data"
+
+
+def test_an_empty_group_clears_and_another_merges(write):
+    scores = f"{COMPLETE}samples: {{scores: {{aesthetic: 7}}}}\n"
+    path = write(scores + "model: {network: {a: 1}}\nplugins: {callbacks: [{path: a.B, arguments: {c: 1}}]}\n")
+    config = load_config(path, ["samples.scores={}", "model.network={}", "plugins.callbacks.0.arguments={}"])
+    assert (config.samples.scores, config.model.network, config.plugins.callbacks[0].arguments) == ({}, {}, {})
+    assert load_config(path, ["samples.scores={other: 1}"]).samples.scores == {"aesthetic": 7, "other": 1}
+    assert load_config(path, ["samples={}"]).samples == SamplesConfig()
+    assert "data.streams is a group of keys" in failure(path, "data.streams={}")
 
 
 def test_extends_in_a_circle_or_nowhere(write):
@@ -172,7 +184,10 @@ def test_mistakes_in_the_file(write, line, parts):
         ("data.batch_size=1", ["data.batch_size (command line)", "data.global_batch_size"]),
         ("OPTIMIZER.LR=1", ["OPTIMIZER (command line)", "optimizer?"]),
         ("algorithms.ema.power.snapshots_interval=1ba", ["algorithms.ema.power.snapshot_interval"]),
-        ("extends=a.yaml", ["extends (command line)"]),
+        ("extends=a.yaml", ["extends (command line)", "a YAML file"]),
+        ("plugins=???", ["plugins (User-defined"]),
+        ("data.streams.²=3", ["data.streams.² (command line)", "elements 0 to 1"]),
+        (f"optimizer.lr={'9' * 400}", ["optimizer.lr is '999", "a number"]),
         ("trainer.precision=BF16", ["trainer.precision is 'BF16' (command line)", "amp_bf16"]),
         ("plugins.callbacks.0.path=a.B", ["plugins.callbacks.0 (command line)", "plugins.callbacks=[...]"]),
         ("validation.streams.0.name=c", ["validation.streams is", "(command line)", "validation.streams=[...]"]),
@@ -198,6 +213,7 @@ def test_mistakes_on_the_command_line(write, override, parts):
 def test_all_mistakes_at_once(write):
     text = failure(write(COMPLETE), "seed=x", "lr=1")
     assert "2 problems" in text and "seed is 'x'" in text and "optimizer.lr?" in text
+    assert failure(write(COMPLETE), "seed=${nothing}").startswith("seed is '${nothing}' (command line), which cannot")
 
 
 def test_an_error_names_the_file_that_the_value_comes_from(write):
@@ -269,6 +285,8 @@ def test_times():
     assert parse_time("0.94dur", "k").in_steps(num_steps=850000, global_batch_size=1) == pytest.approx(799000)
     assert parse_time("4096sp", "k").in_steps(num_steps=10, global_batch_size=2048) == 2
     assert parse_time("1ep", "k").in_steps(num_steps=10, global_batch_size=1) is None
+    steps = [parse_time(f"{n / 100:g}dur", "k").in_steps(num_steps=100, global_batch_size=1) for n in range(101)]
+    assert steps == list(range(101))
     for text in ("10", "ten ba", "1.5ba", "1.5dur"):
         with pytest.raises(ConfigurationError, match=f"k is '{text}'"):
             parse_time(text, "k")
@@ -276,8 +294,9 @@ def test_times():
 
 def test_sizes():
     assert [parse_size(text, "k") for text in ("1kb", "1.5 GB", "7b", "12")] == [1024, 3 * 2**29, 7, 12]
-    with pytest.raises(ConfigurationError, match="k is 'much'"):
-        parse_size("much", "k")
+    for text in ("much", f"{'9' * 400}gb"):
+        with pytest.raises(ConfigurationError, match=f"k is '{text}'"):
+            parse_size(text, "k")
 
 
 def test_interpolations_fit_the_type_of_their_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

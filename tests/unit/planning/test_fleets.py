@@ -139,6 +139,10 @@ def test_the_command(capsys, tmp_path):
     assert "0.28" in capsys.readouterr().out
     with pytest.raises(ConfigurationError, match="--samples"):
         plan_command([*runs, "--samples", "1"])
+    with pytest.raises(ConfigurationError, match=r"plan\.num_samples is 0"):
+        plan_command([*runs, "--samples", "1", "0.5"])
+    with pytest.raises(ConfigurationError, match=r"schedule\.warmup"):
+        plan_command([*runs, "trainer.max_duration=5ba"])
     with pytest.raises(ConfigurationError, match="--price is for the rows of --measured"):
         plan_command([*runs, "--price", "3.5"])
 
