@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diffusion.config.fields import section_problems
 from diffusion.config.frozen import frozen_paths
 from diffusion.config.loading import load, missing_keys
 from diffusion.config.model import Architecture, ModelConfig
@@ -84,7 +85,7 @@ def model_config(options: argparse.Namespace) -> ModelConfig:
     text = config.text_encoder
     text.chunks = options.chunks or text.chunks
     text.max_tokens = options.max_tokens or text.max_tokens
-    raise_all(ConfigurationError, list(text.problems("model.text_encoder")))
+    raise_all(ConfigurationError, list(section_problems(config, "model")))
     missing = config.missing_parts
     if "VAE" in missing or (options.text_embeddings and missing):
         parts = "--pretrained FOLDER" if options.text_embeddings else "--pretrained FOLDER, or --vae FOLDER"

@@ -15,6 +15,7 @@ sources. Ctrl-C ends it with exit code 130.
 
 import argparse
 import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,8 +74,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.stages = STAGES
     if options.words and options.words[0] in STAGES:
         options.stages = (options.words.pop(0),)
-    if options.explain and options.stages != ("select",):
-        raise ConfigurationError("--explain is an option of the stage select: prepare.py select --explain ...")
+    if options.explain and (options.stages != ("select",) or options.dry_run is not None):
+        raise ConfigurationError("--explain is for the stage select without --dry-run: prepare.py select --explain ...")
     return options
 
 
@@ -93,6 +94,8 @@ def configuration(options: argparse.Namespace) -> PrepareConfig:
             raise ConfigurationError(f"--{wrong[0].replace('_', '-')} and --config: write {key}=... instead")
         is_dry = options.dry_run is not None
         return load_complete(PrepareConfig, options.config, options.words, may_miss=lambda key: is_dry and key == "out")
+    if keys := [word for word in options.words if re.match(r"[a-z_.]+=", word) and not Path(word).exists()]:
+        raise ConfigurationError(f"{keys[0]}: key=value needs --config FILE; without it give options, such as --seed")
     if len(options.words) < (1 if options.dry_run is not None else 2):
         raise ConfigurationError("give SOURCE ... and OUT, or --config FILE (see --help)")
     config = PrepareConfig(sources=options.words[:-1] or options.words, out=options.words[-1], **given)

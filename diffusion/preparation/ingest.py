@@ -29,7 +29,7 @@ from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.engine import Workers, run
 from diffusion.preparation.layout import part_numbers
 from diffusion.preparation.notifications import Message, Queue
-from diffusion.preparation.prepare import discard_unfinished, prepare
+from diffusion.preparation.prepare import check_settings, discard_unfinished, prepare
 from diffusion.preparation.records import NothingKeptError, Partition, SettingsError
 from diffusion.preparation.scan import Scan, Scanner, ScanTask, Taken, local_metadata, open_configured
 from diffusion.preparation.sources import Source
@@ -101,6 +101,7 @@ class Ingestion:
         Raises:
             UserError: it cannot go on; what fails by itself is a dead letter instead.
         """
+        check_settings(self._config)
         self.complete()
         messages: list[Message] = []
         while True:

@@ -86,7 +86,7 @@ def prepare(
             something else, or a data set of other settings.
         MachineError: a file cannot be read or written, or a worker died.
     """
-    _check(config)
+    check_settings(config)
     if not storage.is_url(config.out):
         config = replace(config, out=str(Path(config.out).absolute()))  # Workers run elsewhere.
     out = config.out
@@ -136,7 +136,8 @@ def prepare(
     return manifest
 
 
-def _check(config: PrepareConfig) -> None:
+def check_settings(config: PrepareConfig) -> None:
+    """Raise a ConfigurationError if a setting is wrong; sources are not read."""
     check_sections(config)
     check_plugins(config)
     check_selection(config)
@@ -233,7 +234,7 @@ def preview(config: PrepareConfig, number: int) -> Selection:
         DataError: a source is missing or unknown, or has no images.
         MachineError: a source cannot be read.
     """
-    _check(config)
+    check_settings(config)
     sources = open_configured(config, anew=True)
     with TemporaryDirectory(prefix="preview-", dir=config.scratch) as out:
         config = replace(config, out=out, buckets=replace(config.buckets, min_samples=None, reject_small=False))

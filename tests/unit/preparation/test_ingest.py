@@ -651,5 +651,10 @@ def test_mistakes_end_it_at_once(tmp_path, monkeypatch):
         other = ingestion_of(tmp_path / "set", tmp_path / "out")
         other._config.seed = 5
         other.complete()
+    with pytest.raises(ConfigurationError, match="seed is -1"):
+        (tmp_path / "empty").mkdir()
+        empty = ingestion_of(tmp_path / "empty", tmp_path / "other")
+        empty._config.seed, empty._gather = -1, Mock(side_effect=AssertionError)
+        empty.run()
     with pytest.raises(DataError):
         ingestion_of(tmp_path / "nowhere", tmp_path / "other").grow()

@@ -301,8 +301,9 @@ def test_explain_writes_nothing(hostile, tmp_path, capsys):
     main(["select", "--explain", "--config", str(yaml)])
     assert ["where", "8", "7", "0"] in [line.split() for line in capsys.readouterr().out.splitlines()]
     assert tree(tmp_path) == before
-    with pytest.raises(ConfigurationError, match="--explain"):
-        main(["--explain", "--config", str(yaml)])
+    for wrong in (["--explain"], ["select", "--explain", "--dry-run"]):
+        with pytest.raises(ConfigurationError, match="--explain"):
+            main([*wrong, "--config", str(yaml)])
 
 
 def test_gpus_do_not_determine_the_data():
@@ -843,6 +844,18 @@ def test_command_with_a_mistake(run_command, tmp_path):
     assert result.stdout == ""
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"DataError: {tmp_path}/none")
+
+
+@pytest.mark.parametrize("word", ["seed=5", "buckets.edges=[16]"])
+def test_a_key_without_a_configuration_is_no_folder(tmp_path, monkeypatch, word):
+    monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path / "set", 1)
+    main = runpy.run_path(str(SCRIPT))["main"]
+    with pytest.raises(ConfigurationError, match="--config FILE"):
+        main(["set", word])
+    assert not Path(word).exists()
+    write_folder(tmp_path / word, 1)
+    main([word, "set", "--edges", "16", "--dry-run"])
 
 
 @pytest.mark.parametrize("number", ["0", "-3"])
