@@ -138,6 +138,7 @@ def absent_streams(config: Config) -> dict[str, str]:
     absent = {}
     for section in ("data", "validation"):
         streams = [location for _, location in located_streams(config) if location.section == section]
+        streams = [stream for stream in streams if "${" not in stream.source]  # It refers to a missing location.
         sources = [stream.source for stream in streams]
         folders = [source for source in sources if not is_url(source) and not Path(source).is_dir()]
         problems = [f"not on this machine: {', '.join(folders)}" if folders else None]

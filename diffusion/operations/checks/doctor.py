@@ -29,7 +29,7 @@ from diffusion.config.loading import to_yaml
 from diffusion.config.schema import Config
 from diffusion.config.training import Device
 from diffusion.distributed import local_rank, local_world_size, rank, world_size
-from diffusion.errors import MachineError
+from diffusion.errors import ConfigurationError, MachineError
 from diffusion.launch import package_versions
 from diffusion.models.architectures import num_text_tokens, side_factor
 from diffusion.operations import timeouts
@@ -38,6 +38,7 @@ from diffusion.operations.checks.gpu import computes_bf16
 from diffusion.operations.checks.machine import check_machine
 from diffusion.operations.checks.nodes import NodeSpeed, compare_nodes, measure_device
 from diffusion.operations.checks.verdicts import Verdict, ok, on_each_machine, problem
+from diffusion.plugins import check_plugins
 
 LINK_BYTES = 2**24
 """Bytes that two nodes send each other at the same time."""
@@ -87,6 +88,10 @@ def _check_this_machine(config: Config, device: Device) -> Iterator[Verdict]:
         yield ok("device", f"{device.value}, {num_gpus} GPUs are visible, {config.trainer.precision.value}")
     except MachineError as error:
         yield problem("device", str(error))
+    try:
+        check_plugins(config)
+    except ConfigurationError as error:
+        yield problem("plugins", str(error))
     yield from check_machine(config, device)
 
 

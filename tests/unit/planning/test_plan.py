@@ -286,6 +286,8 @@ def test_folders_that_are_not_here_are_told(tmp_path):
     assert text.startswith(f"not on this machine: {tmp_path / 'b'}; s3://bucket/c/index.json: ")
     config.validation = ValidationConfig(local="/nowhere/held-out", streams=[StreamConfig(name="a")])
     assert absent_streams(config)["validation.streams"] == "not on this machine: /nowhere/held-out/a"
+    config.validation = ValidationConfig(local="${data.local}/v", streams=[StreamConfig(name="a")])
+    assert "validation.streams" not in absent_streams(config)
     assert absent_streams(recipe(local="???", streams=streams)) == {}
 
 

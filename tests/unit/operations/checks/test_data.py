@@ -245,8 +245,9 @@ def test_a_healthy_run_is_found_healthy_and_its_batches_are_read(tmp_path):
 def test_all_faults_of_a_run_are_reported(tmp_path):
     root = write_encoded(tmp_path, {"a": 40, "b": 24})
     (root / "b" / "index.json").write_text("{")
-    problems = of_level(diagnose(toy_config(tmp_path, "data.streams=[{name: a}, {name: b}, {name: c}]")), Level.problem)
-    assert [verdict.check for verdict in problems] == ["stream b", "stream c"]
+    faults = ["data.streams=[{name: a}, {name: b}, {name: c}]", "plugins.callbacks=[{path: no_module.B}]"]
+    problems = of_level(diagnose(toy_config(tmp_path, *faults)), Level.problem)
+    assert [verdict.check for verdict in problems] == ["plugins", "stream b", "stream c"]
 
 
 def test_a_damaged_image_file_is_met_by_reading(tmp_path):
