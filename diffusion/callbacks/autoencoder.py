@@ -108,7 +108,8 @@ class SaveAutoencoder(Callback):
         latents = self.model.vae.encode(pixels).latent_dist.mean  # pyright: ignore[reportAttributeAccessIssue]
         decoded = self.model.vae.decode(latents, return_dict=False)[0]
         both = torch.cat([pixels, decoded]).clamp(-1, 1) / 2 + 0.5
-        image_grid(to_pil(both), len(images)).save(self.folder / RECONSTRUCTIONS)
+        with explained_writes(self.folder / RECONSTRUCTIONS, "Make room"):
+            image_grid(to_pil(both), len(images)).save(self.folder / RECONSTRUCTIONS)
 
 
 def statistics_images(config: Config) -> Iterator[Tensor]:

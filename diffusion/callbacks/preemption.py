@@ -63,9 +63,9 @@ class SaveOnPreemption(Callback):
     """On SIGTERM, SIGUSR1 or Ctrl-C to any rank, save at the end of a step and end the run.
 
     The handler only sets a flag. At each BATCH_CHECKPOINT the ranks start to exchange it and read the exchange of the
-    step before, so that all save after the same step, at most two steps after the signal. No evaluation follows. In the
-    last step a signal is ignored. A second Ctrl-C ends the run at once. A spent budget ends the run in the same way.
-    The saver comes before this callback.
+    step before, so that all save after the same step, at most two steps after the signal. Samples and an evaluation
+    that are due in these steps come first. In the last step a signal is ignored. A second Ctrl-C ends the run at once.
+    A spent budget ends the run in the same way. The saver comes before this callback.
 
     Schedulers send SIGTERM to every process of a job, and terminals SIGINT. They would end loader workers, and the run
     with them before it has saved, so workers are forked with both blocked; they end with the run.

@@ -13,6 +13,7 @@ from PIL.PngImagePlugin import PngInfo
 from diffusion.config.training import SamplesConfig
 from diffusion.ema.averaging import reshard
 from diffusion.ema.callbacks import LateStartEMA
+from diffusion.errors import explained_writes
 from diffusion.files import atomic_path
 from diffusion.formats.marks import Mark, save_marked
 from diffusion.models.latent_diffusion import LatentDiffusion
@@ -63,11 +64,13 @@ class SampleGrids(Callback):
         if dist.get_global_rank() != 0:
             return
         images = to_pil(batch)
-        self.folder.mkdir(parents=True, exist_ok=True)
         grid = image_grid(images, min(len(images), GRID_COLUMNS))
-        with atomic_path(self.folder / f"step-{step:06d}.png", durable=False) as partial:
-            mark = Mark(model=f"{self.run_name} step {step} {'ema' if is_average else 'raw'}")
-            save_marked(grid, partial, mark, pnginfo=self._description(step, is_average))
+        mark = Mark(model=f"{self.run_name} step {step} {'ema' if is_average else 'raw'}")
+        path = self.folder / f"step-{step:06d}.png"
+        with explained_writes(path, "Make room"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with atomic_path(path, durable=False) as partial:
+                save_marked(grid, partial, mark, pnginfo=self._description(step, is_average))
         arrays = [np.asarray(image) for image in images]
         # use_table=True would ask wandb's server for its version, and hang without a network.
         logger.log_images(arrays, name="samples", channels_last=True, step=step, use_table=False)

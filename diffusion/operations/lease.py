@@ -314,13 +314,13 @@ def leased(folder: Path | str, access: Access | None = None, *, is_shared: bool 
     agree(lambda: acquire() if rank() == 0 else None, takes_long=True)
     holder = broadcast(lease.holder if lease is not None else None)
     assert holder is not None
-    lease = lease or Lease(applicant.record, holder, is_own=False)
+    found = lease or Lease(applicant.record, holder, is_own=False)
     try:
         if is_shared:
-            agree(lambda: lease.await_visible(folder) if local_rank() == 0 else None, takes_long=True)
-        yield lease
+            agree(lambda: found.await_visible(folder) if local_rank() == 0 else None, takes_long=True)
+        yield found
     finally:
-        lease.release()
+        found.release()
 
 
 @contextmanager

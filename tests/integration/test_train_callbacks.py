@@ -1,19 +1,24 @@
 """Callbacks that depend on the configuration."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from composer import Callback
+from torch import nn
 
 from diffusion.callbacks import build_callbacks
+from diffusion.callbacks.samples import SampleGrids
 from diffusion.callbacks.step import AccumulateLocally, CollectiveTimeout
 from diffusion.checkpointing.resume import checkpoint_storage
 from diffusion.composer_models import LatentDiffusionTraining
 from diffusion.config.data import Mixing
 from diffusion.config.loading import load_config
 from diffusion.config.schema import Config
-from diffusion.config.training import Device
+from diffusion.config.training import Device, SamplesConfig
+from diffusion.errors import MachineError
 from diffusion.models.build import build_parts
 
 
@@ -48,3 +53,13 @@ def test_collectives_wait_longer_where_it_compiles(tmp_path, compilation, device
 def test_microbatches_are_added_up_in_fp32(tmp_path, precision, is_once):
     config = load_config("tests/tools/toy.yaml", [f"output_folder={tmp_path}", f"trainer.reduce_precision={precision}"])
     assert any(isinstance(one, AccumulateLocally) for one in callbacks_of(config, Device.cpu)) == is_once
+
+
+def test_a_grid_that_cannot_be_written_is_one_message(tmp_path):
+    (tmp_path / "samples").touch()
+    model: Any = SimpleNamespace(generate=lambda prompts, **_: torch.zeros(len(prompts), 3, 8, 8))
+    grids = SampleGrids(model, SamplesConfig(prompts=["a"]), tmp_path / "samples", None, "toy")
+    state: Any = SimpleNamespace(timestamp=SimpleNamespace(batch=SimpleNamespace(value=3)), model=nn.Identity())
+    logger: Any = None
+    with pytest.raises(MachineError, match=r"step-000003\.png cannot be written"):
+        grids.fit_end(state, logger)

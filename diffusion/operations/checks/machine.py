@@ -54,7 +54,8 @@ class Demand:
     """Batches that loader workers hold ready."""
 
     memory_bytes: float
-    """Processes, and the model's state for training on the CPU or checkpoints in the background (estimate)."""
+    """Processes; the model that each rank builds and initial weights, or later the state for training on the CPU or
+    checkpoints in the background (estimate)."""
 
     gpu_bytes: float | None
     """Memory of one GPU; None without GPUs."""
@@ -69,14 +70,17 @@ class Demand:
 def find_demand(config: Config, device: Device, *, num_ranks: int, ranks_per_node: int) -> Demand:
     """Compute the demand of a run from its configuration."""
     # These take many seconds, and the checks before each start need none of them.
-    from diffusion.planning.memory import parameter_counts, plan_memory, state_bytes
+    from diffusion.planning.memory import WEIGHT_BYTES, parameter_counts, plan_memory, state_bytes
     from diffusion.planning.storage import plan_checkpoints, waiting_bytes
 
     data, counts = config.data, parameter_counts(config)
     checkpoints = plan_checkpoints(config, counts)
     workers = data.num_workers * (2 if config.validation is not None else 1)
     holds_state = device is Device.cpu or config.trainer.async_checkpoints
-    in_memory = state_bytes(config, counts, num_ranks) if holds_state else 0
+    frozen, network = (WEIGHT_BYTES * number for number in (counts.frozen, counts.trained + counts.fixed))
+    built = frozen + network * (1 if config.init_from is None else 2)  # Whole on each rank, also where it is sharded.
+    held = state_bytes(config, counts, num_ranks) if holds_state else 0
+    in_memory = max(built, held + (frozen if device is Device.cpu else 0))
     return Demand(
         shm_bytes=ranks_per_node * waiting_bytes(config, data.global_batch_size // num_ranks),
         memory_bytes=ranks_per_node * (RANK_BYTES + workers * WORKER_BYTES + in_memory),
@@ -109,10 +113,12 @@ def _words(path: Path) -> list[str]:
 
 
 def check_memory(available: int, demand: Demand) -> Verdict:
-    """Check that there is memory for the processes and, on the CPU, for the model."""
+    """Check that there is memory for the processes and their models."""
     what = f"{size_text(available)} of memory are available, about {size_text(demand.memory_bytes)} are needed"
     if available < demand.memory_bytes:
-        return warning("memory", what, "lower data.num_workers, or end other processes on the machine")
+        return warning(
+            "memory", what, "lower data.num_workers, start fewer ranks, or end other processes on the machine"
+        )
     return ok("memory", what)
 
 

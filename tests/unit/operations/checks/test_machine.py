@@ -14,11 +14,13 @@ import pytest
 import torch
 
 from diffusion.config.loading import load_config
+from diffusion.config.model import InitFromConfig
 from diffusion.config.training import Device
 from diffusion.errors import MachineError
 from diffusion.operations.checks import machine as machine_checks
 from diffusion.operations.checks.gpu import GpuMeter, check_gpu_errors, check_gpu_memory, computes_bf16, gpu_handles
 from diffusion.operations.checks.machine import (
+    RANK_BYTES,
     Demand,
     available_memory,
     check_machines,
@@ -31,6 +33,7 @@ from diffusion.operations.checks.machine import (
     find_demand,
 )
 from diffusion.operations.checks.verdicts import Level
+from diffusion.planning.memory import parameter_counts
 from tests.tools.training_runs import ROOT
 
 GB = 10**9
@@ -75,6 +78,19 @@ def test_what_stays_in_a_store_takes_no_disk():
     stored = find_demand(config, Device.cpu, num_ranks=1, ranks_per_node=1)
     assert local.storage_bytes is not None and local.storage_bytes > local.checkpoint_bytes
     assert stored == replace(local, storage_bytes=None)
+
+
+def test_each_rank_builds_the_model_and_reads_initial_weights_in_host_memory():
+    config = load_config("tests/tools/toy.yaml")
+    counts = parameter_counts(config)
+
+    def needed() -> float:
+        return find_demand(config, Device.gpu, num_ranks=8, ranks_per_node=8).memory_bytes / 8 - RANK_BYTES
+
+    trained = counts.trained + counts.fixed
+    assert needed() == pytest.approx(4 * (trained + counts.frozen), abs=1)
+    config.init_from = InitFromConfig(checkpoint="weights")
+    assert needed() == pytest.approx(4 * (2 * trained + counts.frozen), abs=1)
 
 
 def test_files_of_a_folder_are_added_up(tmp_path):
