@@ -4,6 +4,7 @@ They take less than a second and need no GPU. Limits of single keys and relation
 (`diffusion.config.fields`). A location that is still missing (`???`, in a dry run) is not checked.
 """
 
+import logging
 import math
 import posixpath
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import redact
 from diffusion.config.training import Decay, Device, OptimizerName, Parallelism, Precision
 from diffusion.errors import ConfigurationError, MachineError, raise_all
+
+log = logging.getLogger(__name__)
 
 MIN_SIDES = {"adversarial_weight": 24, "perceptual_weight": 16}
 """Side in pixels of the smallest images that the VAE's discriminator takes; LPIPS takes 16."""
@@ -87,6 +90,13 @@ def check(
         if side_factor is not None and num_text_tokens is not None:
             problems += _attention_lengths(config, side_factor, num_text_tokens)
     raise_all(ConfigurationError, redact(problems))
+    objective = config.objective
+    if side_factor is not None and objective.zero_terminal_snr and objective.min_snr_gamma is not None:
+        log.warning(  # Not refused: runs that have begun continue.
+            "objective.min_snr_gamma gives the weight 0 to the last step of objective.zero_terminal_snr, with which "
+            "sampling begins: the network does not learn it. Set objective.min_snr_gamma=null, or "
+            "objective.zero_terminal_snr=false"
+        )
 
 
 def rank_problems(config: Config, world_size: int) -> list[str]:

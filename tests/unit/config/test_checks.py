@@ -337,6 +337,13 @@ def test_impossible_combinations(configuration, overrides, world_size, keys):
     assert [key for key in keys if key not in str(caught.value)] == [], str(caught.value)
 
 
+@pytest.mark.parametrize("changes", [[], ["objective.min_snr_gamma=null"], ["objective.zero_terminal_snr=false"]])
+def test_a_last_step_that_is_not_learned_is_named(configuration, changes, caplog):
+    both = "objective={prediction_type: v_prediction, zero_terminal_snr: true, min_snr_gamma: 5}"
+    check(configuration(both, *changes), world_size=8, side_factor=8)
+    assert ("min_snr_gamma" in caplog.text) == (not changes)
+
+
 @pytest.mark.parametrize("world_size", [3, 6, 12, 24, 48, 96])
 def test_ranks_need_not_divide_the_canonical_nodes(configuration, world_size):
     check(configuration("data.global_batch_size=96", "data.num_canonical_nodes=64"), world_size=world_size)
