@@ -171,6 +171,9 @@ def _tasks(config: Config) -> Iterator[str]:
             f"samples.scores has {', '.join(unknown)}, and model.score_conditioning has no such column. Remove it, or "
             "add the column."
         )
+    if (section := config.model.score_conditioning) is not None:
+        for problem in section.out_of_range(config.samples.scores):
+            yield f"samples.scores: {problem}. Ask for another score."
     if config.optimizer.name is OptimizerName.muon and config.trainer.precision is Precision.amp_fp16:
         yield (
             "optimizer.name is muon with trainer.precision amp_fp16, whose scaled gradients only AdamW takes. Set "
@@ -213,6 +216,11 @@ def _network(config: Config) -> Iterator[str]:
         yield (
             f"model.network.dropout is {changes['dropout']}, and its draws would depend on ranks and microbatches. "
             "Remove it."
+        )
+    if config.model.score_conditioning is not None and changes.get("timestep_post_act") is not None:
+        yield (
+            f"model.network.timestep_post_act is {changes['timestep_post_act']} with model.score_conditioning, whose "
+            "vector exports add before it. Remove it."
         )
     for name in ("class_embed_type", "num_class_embeds"):
         if changes.get(name) is not None:

@@ -21,6 +21,7 @@ from diffusion.config.training import Device, TrainerConfig
 from diffusion.errors import ConfigurationError, MachineError
 
 GROUPS = ["data.mixing=groups", "data.group_size=16"]
+SCORES = ["model.score_conditioning={columns: [{name: aesthetic, mean: 5}]}"]
 TWO_SIZES = ["data.streams=[{name: 256x256}, {name: 192x320}]"]
 
 
@@ -87,6 +88,13 @@ def test_legal_combinations(configuration, overrides):
             ["model.network={dropout: 0.1, num_class_embeds: 10}"],
             1,
             ["model.network.dropout is 0.1", "model.network.num_class_embeds is 10"],
+        ),
+        ([*SCORES, "model.network.timestep_post_act=silu"], 1, ["model.network.timestep_post_act is silu"]),
+        ([*SCORES, "samples.scores={aesthetic: 13.1}"], 1, ["aesthetic=13.1"]),
+        (
+            ["model={alignment: {path: /dino}, network: {mid_block_type: null}}"],
+            1,
+            ["model.network.mid_block_type is null"],
         ),
         (
             [
