@@ -159,6 +159,8 @@ def export(
         raise ConfigurationError(f"{out}: LoRA alone has no place for scores: export {path} as a whole")
     if unknown := sorted(scores.keys() - {*config.model.score_names}):
         raise ConfigurationError(f"{path} was not trained with the score {unknown[0]}: leave it out")
+    for problem in config.model.score_conditioning.out_of_range(scores) if config.model.score_conditioning else ():
+        raise ConfigurationError(f"{path}: score {problem}")
     if repository:
         create_repository(repository)
     run = trained

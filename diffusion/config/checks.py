@@ -4,6 +4,7 @@ They take less than a second and need no GPU. Limits of single keys and relation
 (`diffusion.config.fields`). A location that is still missing (`???`, in a dry run) is not checked.
 """
 
+import logging
 import math
 import posixpath
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,8 @@ from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import redact
 from diffusion.config.training import Decay, Device, OptimizerName, Parallelism, Precision
 from diffusion.errors import ConfigurationError, MachineError, raise_all
+
+log = logging.getLogger(__name__)
 
 MIN_SIDES = {"adversarial_weight": 24, "perceptual_weight": 16}
 """Side in pixels of the smallest images that the VAE's discriminator takes; LPIPS takes 16."""
@@ -117,6 +120,13 @@ def check(
         if side_factor is not None and num_text_tokens is not None:
             problems += _attention_lengths(config, side_factor, num_text_tokens)
     raise_all(ConfigurationError, redact(problems))
+    objective = config.objective
+    if side_factor is not None and objective.zero_terminal_snr and objective.min_snr_gamma is not None:
+        log.warning(  # Not refused: runs that have begun continue.
+            "objective.min_snr_gamma gives the weight 0 to the last step of objective.zero_terminal_snr, with which "
+            "sampling begins: the network does not learn it. Set objective.min_snr_gamma=null, or "
+            "objective.zero_terminal_snr=false"
+        )
 
 
 def rank_problems(config: Config, world_size: int) -> list[str]:
@@ -192,6 +202,9 @@ def _tasks(config: Config) -> Iterator[str]:
             f"samples.scores has {', '.join(unknown)}, and model.score_conditioning has no such column. Remove it, or "
             "add the column."
         )
+    if (section := config.model.score_conditioning) is not None:
+        for problem in section.out_of_range(config.samples.scores):
+            yield f"samples.scores: {problem}. Ask for another score."
     if config.optimizer.name is OptimizerName.muon and config.trainer.precision is Precision.amp_fp16:
         yield (
             "optimizer.name is muon with trainer.precision amp_fp16, whose scaled gradients only AdamW takes. Set "
@@ -251,6 +264,11 @@ def _network(config: Config) -> Iterator[str]:
         yield (
             f"model.network.dropout is {changes['dropout']}, and its draws would depend on ranks and microbatches. "
             "Remove it."
+        )
+    if config.model.score_conditioning is not None and changes.get("timestep_post_act") is not None:
+        yield (
+            f"model.network.timestep_post_act is {changes['timestep_post_act']} with model.score_conditioning, whose "
+            "vector exports add before it. Remove it."
         )
     for name in ("class_embed_type", "num_class_embeds"):
         if changes.get(name) is not None:

@@ -3,7 +3,7 @@
 They stand here and not beside their networks, because commands that only read files load no torch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,9 @@ from diffusion.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from diffusion.config.schema import Config
+
+MAX_DEVIATIONS = 8.0
+"""Standard deviations from the mean in which scores have different features."""
 
 
 class IngredientConfig:
@@ -108,7 +111,7 @@ class ScoreColumn:
     """Mean of the scores, by which the model takes them: (score - mean) / std."""
 
     std: float = bounded(1.0, above=0)
-    """Standard deviation of the scores."""
+    """Standard deviation of the scores. Those more than 8 of them from the mean have the features of others."""
 
 
 @dataclass(kw_only=True)
@@ -135,6 +138,16 @@ class ScoreConditioningConfig(IngredientConfig):
         """Describe wrong relations."""
         if not self.columns or len(set(self.names)) < len(self.names):
             yield f"{key}.columns is {self.names}, but must name at least one score, and none twice."
+
+    def out_of_range(self, scores: Mapping[str, float]) -> Iterator[str]:
+        """Describe requested scores that would have the features of others."""
+        for column in self.columns:
+            score = scores.get(column.name, column.mean)
+            if abs(score - column.mean) > MAX_DEVIATIONS * column.std:
+                yield (
+                    f"{column.name}={score:g} is more than {MAX_DEVIATIONS:g} standard deviations ({column.std:g}) "
+                    f"from the mean ({column.mean:g}) of model.score_conditioning.columns, and means another score"
+                )
 
 
 @dataclass(kw_only=True)
@@ -163,6 +176,11 @@ class AlignmentConfig(IngredientConfig):
 
     def conflicts(self, config: "Config") -> Iterator[str]:
         """Describe what contradicts it in other sections."""
+        if config.model.network.get("mid_block_type", "") is None:
+            yield (
+                "model.network.mid_block_type is null with model.alignment, which aligns the middle of a U-Net. Remove "
+                "one of them."
+            )
         if config.model.lora is not None:
             yield "model.alignment trains a new projection, which model.lora does not. Remove one of them."
         if config.data.representation is Representation.latents:

@@ -201,7 +201,8 @@ class ObjectiveConfig:
     """Standard deviation of additional noise that is constant over each channel; 0: none."""
 
     min_snr_gamma: float | None = bounded(None, above=0)
-    """Clip the weight of each timestep at this signal-to-noise ratio (Hang et al. 2023); null: none, 5 is usual."""
+    """Clip the weight of each timestep at this signal-to-noise ratio (Hang et al. 2023); null: none, 5 is usual. With
+    `zero_terminal_snr` the last step has no weight."""
 
     stratified_timesteps: bool = False
     """Spread the timesteps of a global batch evenly instead of independent draws."""

@@ -22,6 +22,19 @@ MID_BLOCK = "UNetMidBlock2DCrossAttn"
 CROSS_BLOCKS = {"CrossAttnDownBlock2D", "CrossAttnUpBlock2D", MID_BLOCK}
 BLOCKS = CROSS_BLOCKS | {"DownBlock2D", "UpBlock2D"}
 
+COUNTED = {
+    "addition_embed_type": (None, "text_time"),
+    "conv_in_kernel": (3,),
+    "conv_out_kernel": (3,),
+    "downsample_padding": (1,),
+    "encoder_hid_dim": (None,),
+    "only_cross_attention": (False,),
+    "resnet_time_scale_shift": ("default",),
+    "reverse_transformer_layers_per_block": (None,),
+    "time_embedding_type": ("positional",),
+}
+"""Values of keys of a U-Net with which its operations are counted."""
+
 
 def batch_flops(
     network: Mapping[str, Any],
@@ -34,7 +47,7 @@ def batch_flops(
     """Operations of network and ingredients, forward and backward, for a batch, or for groups of several shapes.
 
     Returns:
-        The sum; NaN for unknown block types.
+        The sum; NaN for networks that are not counted.
     """
     is_latent = BatchKey.LATENT_MEAN in batch
     entry = batch[BatchKey.LATENT_MEAN if is_latent else BatchKey.IMAGE]
@@ -80,14 +93,16 @@ def count_flops(
         ingredients: what is trained beside the network, or changes its blocks.
 
     Returns:
-        The operations; None for unknown block types.
+        The operations; None for unknown block types, and for keys with values that are not in `COUNTED`.
     """
     before = [found for one in ingredients if (found := one.operations(num_tokens)) is not None]
     is_text_trained = bool(before)
     if "patch_size" in network:
         counter = _TransformerFlops(network, height, width, num_tokens, is_text_trained, ingredients)
         whole = _TransformerFlops(network, height, width, num_tokens, is_text_trained) if ingredients else counter
-    elif {*network["down_block_types"], *network["up_block_types"], network["mid_block_type"]} <= BLOCKS:
+    elif {*network["down_block_types"], *network["up_block_types"], network["mid_block_type"]} <= BLOCKS and all(
+        network[key] in values for key, values in COUNTED.items()
+    ):
         whole = counter = _UNetFlops(network, height, width, num_tokens, is_text_trained)
     else:
         return None

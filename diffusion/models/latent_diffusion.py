@@ -268,7 +268,9 @@ class LatentDiffusion(nn.Module):
         """Error of each sample in the loss: float32 [B]; the mean squared error, unless an ingredient changes it."""
         error = squared_error(outputs)
         for ingredient in self.ingredients:
-            error = ingredient.error(error, outputs)
+            error = ingredient.error(before := error, outputs)
+            if error.shape != before.shape:
+                raise ValueError(f"{ingredient}.error returned {list(error.shape)}, not {list(before.shape)}")
         return error if outputs.weight is None else error * outputs.weight
 
     def loss(self, outputs: Prediction, batch: Batch) -> Tensor | dict[str, Tensor]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffusion.config.ingredients import ScoreConditioningConfig
+from diffusion.config.ingredients import MAX_DEVIATIONS, ScoreConditioningConfig
 from diffusion.datasets.batch import BatchKey
 from diffusion.models.conditioning import Conditioning
 from diffusion.models.fast.norms import autocast_dtype
@@ -24,7 +24,7 @@ from diffusion.models.ingredients.base import Call, Caller, Ingredient
 from diffusion.models.networks import Network, component_name
 from diffusion.randomness import Purpose, uniform
 
-NUM_PERIODS, LONGEST_PERIOD = 6, 16.0
+NUM_PERIODS, LONGEST_PERIOD = 6, 2 * MAX_DEVIATIONS
 """Periods of the Fourier features in standard deviations, each half of the one before: the longest tells -4 from 4."""
 
 LAST_LAYERS = {"unet": "time_embedding.linear_2", "transformer": "time_in.out_layer"}
@@ -109,10 +109,12 @@ class ScoreConditioningIngredient(Ingredient):
         """Scores float32 [S] to ask for, NaN for the others.
 
         Raises:
-            ValueError: the model was not trained with one of them.
+            ValueError: the model was not trained with one of them, or it is too far from the mean.
         """
         if unknown := sorted(scores.keys() - {*self._config.names}):
             raise ValueError(f"score {unknown[0]}: the model was trained with {', '.join(self._config.names)}")
+        for problem in self._config.out_of_range(scores):
+            raise ValueError(f"score {problem}")
         return torch.tensor([scores.get(name, math.nan) for name in self._config.names])
 
     def prepare(self, call: Call, noised: Tensor, conditioning: Conditioning) -> None:

@@ -29,6 +29,7 @@ from diffusion.config.training import Device, TrainerConfig
 from diffusion.errors import ConfigurationError, MachineError
 
 GROUPS = ["data.mixing=groups", "data.group_size=16"]
+SCORES = ["model.score_conditioning={columns: [{name: aesthetic, mean: 5}]}"]
 TWO_SIZES = ["data.streams=[{name: 256x256}, {name: 192x320}]"]
 
 
@@ -97,6 +98,13 @@ def test_legal_combinations(configuration, overrides):
             ["model.network={dropout: 0.1, num_class_embeds: 10}"],
             1,
             ["model.network.dropout is 0.1", "model.network.num_class_embeds is 10"],
+        ),
+        ([*SCORES, "model.network.timestep_post_act=silu"], 1, ["model.network.timestep_post_act is silu"]),
+        ([*SCORES, "samples.scores={aesthetic: 13.1}"], 1, ["aesthetic=13.1"]),
+        (
+            ["model={alignment: {path: /dino}, network: {mid_block_type: null}}"],
+            1,
+            ["model.network.mid_block_type is null"],
         ),
         (
             [
@@ -363,6 +371,13 @@ def test_impossible_combinations(configuration, overrides, world_size, keys):
     with pytest.raises(ConfigurationError) as caught:
         check(configuration(*overrides), world_size=world_size, side_factor=8)
     assert [key for key in keys if key not in str(caught.value)] == [], str(caught.value)
+
+
+@pytest.mark.parametrize("changes", [[], ["objective.min_snr_gamma=null"], ["objective.zero_terminal_snr=false"]])
+def test_a_last_step_that_is_not_learned_is_named(configuration, changes, caplog):
+    both = "objective={prediction_type: v_prediction, zero_terminal_snr: true, min_snr_gamma: 5}"
+    check(configuration(both, *changes), world_size=8, side_factor=8)
+    assert ("min_snr_gamma" in caplog.text) == (not changes)
 
 
 @pytest.mark.parametrize("world_size", [3, 6, 12, 24, 48, 96])

@@ -113,6 +113,27 @@ def test_an_unknown_block_is_not_counted():
     assert math.isnan(batch_flops(config, batch, vae_factor=4))
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"conv_in_kernel": 1},
+        {"conv_out_kernel": 1},
+        {"downsample_padding": 0},
+        {"encoder_hid_dim": 64},
+        {"only_cross_attention": True},
+        {"resnet_time_scale_shift": "scale_shift"},
+        {"reverse_transformer_layers_per_block": [1, 2], "transformer_layers_per_block": [1, 2]},
+        {"time_embedding_type": "fourier"},
+    ],
+)
+def test_networks_that_are_not_counted_as_torch_counts_are_unknown(changed):
+    network = meta_network(ModelConfig(architecture=Architecture.tiny, network=changed))
+    size = {"height": 9, "width": 9, "num_tokens": 24}
+    plain = count_flops(meta_network(ModelConfig(architecture=Architecture.tiny)).config, **size)
+    assert plain is not None and counted(network, *size.values())[0] != plain.forward
+    assert count_flops(network.config, **size) is None
+
+
 def test_a_batch_of_groups_of_several_shapes_and_one_of_images():
     model = tiny()
     ids = torch.zeros(6, 24)

@@ -148,6 +148,13 @@ def test_one_that_serves_training_only_is_left_out_of_models_for_sampling():
     assert used_weights(weights, config.model, model).keys() == weights.keys()
 
 
+def test_an_error_that_is_not_one_of_each_sample_is_named(monkeypatch):
+    monkeypatch.setattr(Brightness, "error", lambda self, error, outputs: outputs.prediction - outputs.target)
+    _, model = build(Plugin(path=f"{__name__}.Brightness"))
+    with pytest.raises(ValueError, match=r"Brightness.*\[4, 4, 8, 8\], not \[4\]"):
+        model.loss(model(batch()), batch())
+
+
 def test_names_of_parts_and_terms_are_unique(monkeypatch):
     monkeypatch.setattr(Darkness, "part", "brightness")
     paths = [f"{__name__}.{name}" for name in ("Brightness", "Darkness")]
