@@ -23,11 +23,12 @@ from typing import Any
 import pandas as pd
 
 from diffusion.config.checks import check
-from diffusion.config.loading import load_config, read_yaml, to_yaml
+from diffusion.config.loading import leaves, load_config, read_yaml, to_dict, to_yaml
+from diffusion.config.schema import Config
 from diffusion.config.secrets import redact
 from diffusion.errors import ConfigurationError
 from diffusion.files import open_lock
-from diffusion.formats.run_folder import FINISHED, TRAIN_LOSS, is_run
+from diffusion.formats.run_folder import FINISHED, TRAIN_LOSS, is_run, read_config
 from diffusion.operations.supervisor import split_command
 from diffusion.reports.run import read_run
 
@@ -51,7 +52,7 @@ class Point:
     """A run of a sweep."""
 
     name: str
-    """Hash of the configuration: the same point has the same name in every sweep."""
+    """Hash of the configuration, by the version that began the point: equal in every sweep."""
 
     values: Mapping[str, Any]
     command: list[str]
@@ -165,6 +166,7 @@ def make_points(
     """
     points: dict[str, Point] = {}
     checkpoint_folders: set[str | None] = set()
+    begun = _read_begun(folder)
     chosen = choose_values(sweep, seed)
     for values in chosen:
         words = {
@@ -179,6 +181,8 @@ def make_points(
         config = load_config(yaml, [*given, *unnamed])
         check(config, world_size=None, may_be_random=True)  # The program may build its own model.
         name = hashlib.sha256(to_yaml(config).encode()).hexdigest()[:10]
+        if not is_run(folder / name):  # Another version hashes other keys.
+            name = begun.get(_as_recorded(config, folder.name), name)
         if name in points and sweep["method"] == "random":
             continue
         if name in points:
@@ -196,6 +200,27 @@ def make_points(
     if num_repeated := len(chosen) - len(points):
         log.warning("%d of %d points repeat others: %d run", num_repeated, len(chosen), len(points))
     return list(points.values())
+
+
+def _read_begun(folder: Path) -> dict[str, str]:
+    """Read the points that have been begun: their names by configuration, as `_as_recorded` has it."""
+    begun = {}
+    for run in filter(is_run, folder.glob("*")):
+        with suppress(ConfigurationError):
+            config = read_config(run)
+            if config.run_name == f"{folder.name}-{run.name}":  # It is no copy.
+                begun[_as_recorded(config, folder.name)] = run.name
+    return begun
+
+
+def _as_recorded(config: Config, group: str) -> str:
+    """Write a configuration as a run records it, without secrets and with absolute paths, whatever the run's name."""
+    values = dict(leaves(redact(to_dict(config))))
+    for key, value in values.items():
+        if isinstance(value, str):
+            path = os.path.abspath(os.path.expanduser(value))  # noqa: PTH100, PTH111 -- of any text
+            values[key] = path.replace(config.run_name, group)
+    return repr(values | dict.fromkeys(("run_name", "group", "output_folder")))
 
 
 def _overrides(values: Mapping[str, Any]) -> list[str]:

@@ -162,8 +162,14 @@ class Store:
                 f"{self.path}: its study has other {' and '.join(different)}; give those it began with, or another "
                 "file with --votes"
             )
-        for item, row, new in zip(images.items, rows, checksums, strict=True):
-            changed = [image for image, a, b in zip(item.images, json.loads(row[2]), new, strict=True) if a != b]
+        began = [json.loads(row[2]) for row in rows]
+        if began != checksums and sorted(began) == sorted(checksums):
+            raise ConfigurationError(
+                f"{self.path} was begun by an earlier version, which matched unpadded names with wrong prompts: begin "
+                "another study with --votes"
+            )
+        for item, old, new in zip(images.items, began, checksums, strict=True):
+            changed = [image for image, a, b in zip(item.images, old, new, strict=True) if a != b]
             if changed:
                 raise DataError(f"{changed[0]}: changed since the study of {self.path} began")
 

@@ -5,7 +5,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import chain, count, groupby, islice
+from itertools import chain, count, groupby, islice, product
 from pathlib import Path
 
 import torch
@@ -44,6 +44,12 @@ class AwaitDiscriminator(Callback):
 
     def __init__(self, model: AutoencoderTraining) -> None:
         self.model = model
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Drop the updates that earlier versions counted."""
+        if self.model.discriminator is not None and state.timestamp.batch.value < self.model.adversarial_start:
+            for optimizer, parameter in product(state.optimizers, self.model.discriminator.parameters()):
+                optimizer.state.pop(parameter, None)
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         """Drop them when they are reduced: the optimizer ignores weights without gradients."""

@@ -59,8 +59,8 @@ class EncodedManifest:
     batch_size: int = 32
     """Images of a forward pass, cut from each prepared shard: part of what the bytes depend on, through rounding."""
 
-    convert_to_srgb: bool | None = None
-    """True if images were converted to sRGB; None, of earlier versions, if it is unknown."""
+    convert_to_srgb: bool = False
+    """True if images were converted to sRGB; absent in data of earlier versions."""
 
     code: str = CODE
     """Version of what is computed and stored."""

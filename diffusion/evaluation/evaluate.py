@@ -224,7 +224,10 @@ class Evaluation:
             if found.identity != result.identity:
                 if self.replaces and found.path == result.path:
                     return False
-                raise ConfigurationError(f"{path} is of other weights of that name: choose another output_folder")
+                raise ConfigurationError(
+                    f"{path} is of other weights of that name, or of a version whose hash of a model left out its "
+                    "ingredients: choose another output_folder"
+                )
             result.numbers |= found.numbers
             return set(expected) <= found.numbers.keys()
 

@@ -301,14 +301,18 @@ class GenerationTask:
     def record(self, generator: Generator) -> dict[str, Any]:
         """Everything that the images depend on."""
         height, width = self.size(generator)
-        schedule = generator.noise_scheduler.config
+        schedule, sampler = generator.noise_scheduler.config, generator.sampler(self.sampling)
+        # Earlier versions took the steps of diffusers, which are others for Heun, and for DDIM with a remainder.
+        remainder = schedule["num_train_timesteps"] % self.sampling.num_inference_steps
+        is_second = sampler is Sampler.heun or (sampler is Sampler.ddim and remainder > 0)
         return {
             "model": generator.mark.version,
             "prompts": content_hash([prompt.text for prompt in self.prompts]),
             "images_per_prompt": self.sampling.images_per_prompt,
             "guidance_scale": self.guidance_scale,
             "noise_schedule": {key: schedule[key] for key in (*SCHEDULE_KEYS, "shift") if key in schedule},
-            "sampler": generator.sampler(self.sampling).value,
+            "sampler": sampler.value,
+            **({"sampler_version": 2} if is_second else {}),
             "num_inference_steps": self.sampling.num_inference_steps,
             "seed": self.sampling.seed,
             "height": height,
@@ -371,6 +375,8 @@ def _open_folder(folder: Path, record: dict[str, Any], replaces: bool) -> None:
     if found is not None and not (replaces and found["model"] != record["model"]):
         # Earlier records have no noise schedule.
         if differing := difference({"noise_schedule": record["noise_schedule"], **found}, record):
+            if found["model"] != record["model"]:
+                differing.append("earlier versions left ingredients out of the hash of a model")
             listed = "; ".join(differing)
             raise ConfigurationError(f"{folder} has images of another task ({listed}): choose another output_folder")
         return

@@ -91,8 +91,8 @@ Taken = Mapping[int, Mapping[str, str]]
 """Files that are taken: by the number of their source, their versions by name."""
 
 _VERSION = 2
-_ADDED = ("convert_to_srgb", "max_decoded_mb", "max_decoding_seconds", "max_captions_kb")
-"""Settings that data sets of earlier versions lack."""
+_LIMITS = vars(LimitsConfig())
+"""Limits of data sets of earlier versions, which lack some."""
 
 _WRITTEN = (
     SCAN,
@@ -268,9 +268,9 @@ def changed_settings(there: Mapping[str, Any], given: Mapping[str, Any], prefix:
     """Describe the settings of a data set that differ from the given ones, as `seed: 17, not 5`, without secrets."""
     found = []
     for name, value in given.items():
-        old = there.get(name)
-        if name in _ADDED and name not in there:
+        if name == "convert_to_srgb" and name not in there:  # Of an earlier version, too.
             continue
+        old = there.get(name, _LIMITS.get(name))
         if isinstance(old, dict) and isinstance(value, dict):
             found += changed_settings(old, {**dict.fromkeys(old), **value}, f"{prefix}{name}.")
         elif old != value:

@@ -203,10 +203,10 @@ def _finished_parts(step: _Step) -> set[int]:
 
 
 def _completed(there: dict[str, Any] | None, given: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Add the conversion of images to an identity that an earlier version has stored without it, as it is now."""
+    """Add the conversion of images, which was not done, to an identity of an earlier version."""
     if there is None or given is None:
         return there
-    added = {name: value for name, value in given.items() if name == "convert_to_srgb"}
+    added = {"convert_to_srgb": False} if "convert_to_srgb" in given else {}
     return {**added, **there, "captions": _completed(there.get("captions"), given["captions"])}
 
 

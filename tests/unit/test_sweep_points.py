@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from diffusion.config.loading import load_config
+from diffusion.config.loading import load_config, to_public_yaml
 from diffusion.errors import ConfigurationError
 from diffusion.sweeps import choose_values, make_points, read_sweep
 
@@ -83,6 +83,24 @@ def test_a_point_has_the_same_name_wherever_it_comes(tmp_path):
     other = points(write(tmp_path, "parameters: {seed: {values: [1, 2]}}\n"), "optimizer.lr=1e-4")
     assert {point.name for point in few} < {point.name for point in many}
     assert not {point.name for point in few} & {point.name for point in other}
+
+
+def test_a_point_that_another_version_began_is_continued(tmp_path):
+    path = write(tmp_path, "parameters: {seed: {values: [1, 2]}}\n")
+    overrides = ["trainer.checkpoint_folder=checkpoints/${run_name}", "data.remote=https://me:secret@host/data"]
+
+    def names() -> list[str]:
+        found = make_points(read_sweep(path), tmp_path / "s", interpreter=["python"], overrides=overrides, seed=17)
+        return [point.name for point in found]
+
+    first, second = names()
+    own = ["seed=1", "run_name=s-before", "group=s", f"output_folder={tmp_path}/s/before"]
+    config = load_config("tests/tools/toy.yaml", [*overrides, *own])
+    config.trainer.checkpoint_folder = str(Path("checkpoints/s-before").absolute())
+    for folder, names_then in (("before", ["before", second]), (first, [first, second])):
+        (tmp_path / "s" / folder).mkdir(parents=True)
+        (tmp_path / "s" / folder / "config.yaml").write_text(to_public_yaml(config).replace("  log_late: false\n", ""))
+        assert names() == names_then
 
 
 @pytest.mark.parametrize(

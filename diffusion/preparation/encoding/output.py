@@ -174,8 +174,6 @@ class Output:
             # Images of all buckets have sizes of their own. `resolution` is that of the largest, which may be new.
             side = there["resolution"]
             here |= {"resolution": side, "transform": ImageTransform.square(side).identity()}
-        if there["convert_to_srgb"] is None:  # As it is now.
-            del here["convert_to_srgb"]
         differences = sorted(key for key in here if key not in CHANGING and here[key] != there[key])
         if differences:
             raise DataError(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from composer.utils import dist
 
-from diffusion.callbacks.autoencoder import SaveAutoencoder
+from diffusion.callbacks.autoencoder import AwaitDiscriminator, SaveAutoencoder
 from diffusion.composer_models import AutoencoderTraining
 from diffusion.config.model import Architecture, AutoencoderConfig
 from diffusion.models.architectures import ARCHITECTURES, build_vae, with_seed
@@ -39,3 +39,19 @@ def test_a_rank_without_images_takes_part(tmp_path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(dist, "get_global_rank", lambda: 1)
     end(tmp_path, 2, seed=0, images=[])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("step", "counts"), [(3, False), (4, True)])
+def test_updates_of_a_discriminator_that_has_not_started_do_not_count(step, counts):
+    vae = build_vae(ARCHITECTURES[Architecture.tiny])
+    model = AutoencoderTraining(vae, AutoencoderConfig(adversarial_weight=1.0), seed=0, adversarial_start=4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    batch, logger = SimpleNamespace(value=step), SimpleNamespace()
+    state: Any = SimpleNamespace(timestamp=SimpleNamespace(batch=batch), optimizers=[optimizer])
+    AwaitDiscriminator(model).fit_start(state, logger)  # pyright: ignore[reportArgumentType]
+    assert model.discriminator is not None
+    assert {one in optimizer.state for one in vae.parameters()} == {True}
+    assert {one in optimizer.state for one in model.discriminator.parameters()} == {counts}

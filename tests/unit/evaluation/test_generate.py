@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -261,6 +262,27 @@ def test_initial_noise_is_drawn_on_the_cpu_for_any_device(monkeypatch):
     task = GenerationTask(prompts=[Prompt(text="a")], sampling=SamplingConfig(), guidance_scale=3.0, batch_size=2)
     assert addressed_latents(task, [0], (4, 8, 8), torch.device("meta")).device.type == "meta"
     assert drawn_on == [("cpu", "cpu")]
+
+
+@pytest.mark.parametrize(
+    ("case", "sampler", "num_steps", "changed"),
+    [
+        ("zero-terminal", Sampler.ddim, 50, False),
+        ("zero-terminal", Sampler.ddim, 30, True),
+        ("flow", Sampler.euler, 30, False),
+        ("flow", Sampler.heun, 50, True),
+    ],
+)
+def test_images_of_an_earlier_version_of_a_sampler_are_another_task(tmp_path, case, sampler, num_steps, changed):
+    generator = CheckpointGenerator(CASES[case](), CPU)
+    sampling = SamplingConfig(num_inference_steps=num_steps, sampler=sampler)
+    task = GenerationTask(prompts=[], sampling=sampling, guidance_scale=1.0, batch_size=1)
+    earlier = task.record(generator)
+    earlier.pop("sampler_version", None)
+    (tmp_path / "images").mkdir()
+    write_json(tmp_path / "images" / GENERATION, earlier)
+    with pytest.raises(ConfigurationError, match="sampler_version: None, 2") if changed else nullcontext():
+        generate_images(generator, task, tmp_path / "images", "test")
 
 
 def test_images_of_another_noise_schedule_are_another_task(tmp_path):

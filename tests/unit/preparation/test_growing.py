@@ -82,6 +82,17 @@ def test_data_of_an_earlier_version_stays_without_profiles(tmp_path):
     assert prepare([source], out, overwrite=True, **OPTIONS).convert_to_srgb
 
 
+def test_a_limit_that_a_data_set_predates_is_compared_with_its_default(tmp_path):
+    source, out = tmp_path / "set", tmp_path / "out"
+    write_folder(source, 8)
+    prepare([source], out, **OPTIONS)
+    for name in ("manifest.json", "scan.json"):
+        (out / name).write_text((out / name).read_text().replace('"max_decoded_mb": 640,', ""))
+    assert "max_decoded_mb" not in (out / "manifest.json").read_text()
+    with pytest.raises(DataError, match=r"limits\.max_decoded_mb: 640, not 1\)"):
+        prepare([source], out, **OPTIONS, limits={"max_decoded_mb": 1})
+
+
 def test_a_score_of_another_tool_that_changed(tmp_path):
     """What is written stays, and takedowns find it."""
     source, out = tmp_path / "set", tmp_path / "out"

@@ -94,6 +94,18 @@ def test_another_study_or_other_images_are_refused(tmp_path):
         open_study(tmp_path)
 
 
+def test_a_study_begun_with_images_beside_wrong_prompts_is_refused(tmp_path):
+    write_models(tmp_path)
+    open_study(tmp_path).close()
+    for name in MODELS[:2]:
+        one, other = tmp_path / name / "00002.png", tmp_path / name / "00010.png"
+        before = one.read_bytes()
+        one.write_bytes(other.read_bytes())
+        other.write_bytes(before)
+    with pytest.raises(ConfigurationError, match="earlier version"):
+        open_study(tmp_path)
+
+
 def test_votes_of_a_deleted_study_do_not_come_into_a_new_one(tmp_path):
     write_models(tmp_path)
     store = open_study(tmp_path)
