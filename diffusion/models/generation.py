@@ -64,8 +64,8 @@ def generate(
         width: as height.
         original_size: height and width that SDXL is given as the size of the original; the image's by default.
         crop: rows and columns that SDXL is given as cropped at the top and left.
-        num_inference_steps: at most the timesteps of the noise schedule. A step of Heun takes two evaluations, the
-            last one.
+        num_inference_steps: at most the timesteps of the noise schedule. A step of Heun takes two evaluations, its
+            last step one.
         sampler: "ddim"; with rectified flow "euler" or "heun"; the first that fits by default.
         guidance_scale: classifier-free guidance; 1 is none.
         seed: image i gets seed + i; or one seed per image; None draws them at random.
