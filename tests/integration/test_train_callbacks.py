@@ -63,3 +63,11 @@ def test_a_grid_that_cannot_be_written_is_one_message(tmp_path):
     logger: Any = None
     with pytest.raises(MachineError, match=r"step-000003\.png cannot be written"):
         grids.fit_end(state, logger)
+
+
+def test_grids_come_at_a_share_of_the_run(tmp_path):
+    """0.14 * 100 is more than 14."""
+    changes = [f"output_folder={tmp_path}", "trainer.max_duration=100ba", "samples.interval=0.14dur"]
+    config = load_config("tests/tools/toy.yaml", changes)
+    (grids,) = [one for one in callbacks_of(config, Device.cpu) if isinstance(one, SampleGrids)]
+    assert grids.config.interval == "14ba"
