@@ -281,7 +281,7 @@ def expand_prompts(
 def _texts(name: str, given: Any, absent: str | None = None) -> list[str]:
     """List one text or several, with `absent` in place of None; a ValueError if one is no text."""
     several: Any = [given] if isinstance(given, str) or not isinstance(given, Iterable) else given
-    texts = [absent if text is None else text for text in several]
+    texts: list[Any] = [absent if text is None else text for text in several]
     if wrong := [text for text in texts if not isinstance(text, str)]:
         raise ValueError(f"{name} {wrong[0]!r}: give texts")
     return texts
