@@ -16,8 +16,8 @@ from diffusion.errors import ConfigurationError
 if TYPE_CHECKING:
     from diffusion.config.schema import Config
 
-MAX_DEVIATIONS = 8.0
-"""Standard deviations from the mean in which scores have different features."""
+MAX_DEVIATIONS = 16.0
+"""Standard deviations after which the features of scores repeat."""
 
 
 class IngredientConfig:
@@ -111,7 +111,7 @@ class ScoreColumn:
     """Mean of the scores, by which the model takes them: (score - mean) / std."""
 
     std: float = bounded(1.0, above=0)
-    """Standard deviation of the scores. Those more than 8 of them from the mean have the features of others."""
+    """Standard deviation of the scores. Features repeat after 16 of them."""
 
 
 @dataclass(kw_only=True)

@@ -24,7 +24,7 @@ from diffusion.models.ingredients.base import Call, Caller, Ingredient
 from diffusion.models.networks import Network, component_name
 from diffusion.randomness import Purpose, uniform
 
-NUM_PERIODS, LONGEST_PERIOD = 6, 2 * MAX_DEVIATIONS
+NUM_PERIODS, LONGEST_PERIOD = 6, MAX_DEVIATIONS
 """Periods of the Fourier features in standard deviations, each half of the one before: the longest tells -4 from 4."""
 
 LAST_LAYERS = {"unet": "time_embedding.linear_2", "transformer": "time_in.out_layer"}

@@ -164,8 +164,8 @@ def test_a_folded_network_gives_the_same_images(architecture, scores):
 def test_scores_that_the_model_does_not_know():
     with pytest.raises(ValueError, match="trained with aesthetic, sharpness"):
         images(build(0.1), "a", scores={"aesthetics": 7.0})
-    for score in (17.5, -7.5):  # Those of -6.5 and 16.5, which are in range.
-        with pytest.raises(ValueError, match=f"aesthetic={score} is more than 8"):
+    for score in (29.5, -19.5):  # Those of 5.5 and 4.5: features repeat.
+        with pytest.raises(ValueError, match=f"aesthetic={score} is more than 16"):
             images(build(0.1), "a", scores={"aesthetic": score})
     with pytest.raises(ValueError, match=r"without model\.score_conditioning"):
         images(build(None), "a", scores={"aesthetic": 7.0})
