@@ -55,9 +55,9 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def num_cores(process: int = 0) -> int:
-    """Cores that a process, by default this one, may use by its affinity and the container's quota (cgroup v2)."""
-    cores = len(os.sched_getaffinity(process))
+def num_cores() -> int:
+    """Cores that this process may use, by its affinity and its container's quota (cgroup v2)."""
+    cores = len(os.sched_getaffinity(0))
     try:
         quota, period = (CGROUP / "cpu.max").read_text().split()  # Microseconds, the quota perhaps "max".
     except FileNotFoundError:

@@ -246,11 +246,8 @@ def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to
 
 
 def compile_threads() -> int:
-    """Number of processes in which a rank compiles kernels: its share of the node's cores, where torch takes all.
-
-    The ranks share the cores of their parent, the launcher, also where each is bound to some of them.
-    """
-    return max(1, min(MAX_COMPILE_THREADS, num_cores(), num_cores(os.getppid()) // local_world_size()))
+    """Number of processes in which a rank compiles kernels: its share of the node's cores, where torch takes all."""
+    return max(1, min(MAX_COMPILE_THREADS, num_cores() // local_world_size()))
 
 
 def exit_code(error: BaseException | None) -> int:
