@@ -96,7 +96,6 @@ from diffusion.operations.checks.machine import check_machines
 from diffusion.operations.costs import BudgetSpentError
 from diffusion.operations.heartbeats import heartbeat_folder
 from diffusion.operations.lease import leased, leased_checkpoints
-from diffusion.operations.records import fetch_records, keep_records
 from diffusion.optimizers import AdamW, build_muon, scale_rates, warmup_stable_decay
 from diffusion.plugins import IndexedDataset, build_plugin, build_plugins, check_plugins
 from diffusion.sharding import fsdp_config, load_smddp
@@ -140,9 +139,7 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
 
         # Resume or initialise
         storage = agree(lambda: checkpoint_storage(config, folder))
-        on_first_rank(lambda: fetch_records(folder, config.trainer.checkpoint_folder), takes_long=True)
         roll_back(config, storage)
-        on_first_rank(lambda: keep_records(folder, config.trainer.checkpoint_folder), takes_long=True)
         load_path = find_resumption(config, storage)
         if load_path is None:
             initial = find_initial_weights(config)

@@ -4,7 +4,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,6 @@ from diffusion.errors import ConfigurationError
 from diffusion.formats.run_folder import METRICS, SAMPLES, TENSORBOARD
 from diffusion.models import fast
 from diffusion.operations.heartbeats import heartbeat_folder
-from diffusion.operations.records import keep_records
 from diffusion.operations.utilisation import LoaderSettings
 from diffusion.plugins import build_plugins
 from diffusion.trainer import HostSpeedMonitor
@@ -96,9 +94,7 @@ def build_callbacks(
     ema, averages = build_averages(config.algorithms.ema, folder, storage.remote)
     utilisation = _build_utilisation(config, dataset)
     meter = CostMeter(folder, operations, config.plan.price_per_gpu_hour, utilisation)
-    guard = None
-    if operations.guard is not None:
-        guard = LossGuard(operations.guard, folder, config.trainer.checkpoint_folder)
+    guard = LossGuard(operations.guard, folder) if operations.guard is not None else None
     saver = _build_saver(config, storage, guard)
     max_norm = config.optimizer.max_grad_norm
     interval = config.loggers.utilisation_interval
@@ -197,5 +193,4 @@ def _build_saver(config: Config, storage: CheckpointStorage, guard: LossGuard | 
         remote=storage.remote,
         background=settings.async_checkpoints,
         guard=guard,
-        on_saved=partial(keep_records, storage.run, settings.checkpoint_folder),
     )

@@ -29,7 +29,6 @@ from diffusion.formats.run_folder import (
     read_rollbacks,
     request_rollback,
 )
-from diffusion.operations.records import keep_records
 from diffusion.trainer import HostNumber
 
 log = logging.getLogger(__name__)
@@ -52,12 +51,11 @@ class LossGuard(Callback):
     The loss is the mean over all ranks, as loggers get it, so that all ranks decide the same. Nothing waits for the
     device here: a loss that the Trainer reads one step later is checked then, or before a checkpoint is saved. A
     skipped step has no update: weights, moments and step count of the optimizer stay, while time, learning rate and
-    data go on. Skipped steps are part of the record of the run and of each later checkpoint. The record is also in
-    `checkpoints`, if that is another folder or a store.
+    data go on. Skipped steps are part of the record of the run and of each later checkpoint.
     """
 
-    def __init__(self, guard: GuardConfig, run: Path, checkpoints: str | None = None) -> None:
-        self.guard, self.run, self._checkpoints = guard, run, checkpoints
+    def __init__(self, guard: GuardConfig, run: Path) -> None:
+        self.guard, self.run = guard, run
         self._record: list[Rollback] = []
         self._rolled_back: set[int] = set()
         self._before: deque[float] = deque(maxlen=guard.spike_window)
@@ -114,7 +112,6 @@ class LossGuard(Callback):
         if dist.get_global_rank() == 0:
             with explained_writes(self.run / ROLLBACK, "Make room"):
                 request_rollback(self.run, rollback)
-            keep_records(self.run, self._checkpoints)
         skipped = f" and skips the updates of steps {list(rollback.skipped)}" if rollback.skipped else ""
         raise RolledBackError(
             f"the loss of step {step} is {loss:g}. Start the same command again: it rolls back to a checkpoint of at "

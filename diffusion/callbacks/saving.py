@@ -6,7 +6,7 @@ import io
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,6 @@ class SaveCheckpoints(Callback):
         remote: the store of the checkpoints; None is `folder`.
         background: write while training goes on.
         guard: checks the loss of the step before the checkpoint is written.
-        on_saved: called on rank 0 after each.
     """
 
     def __init__(
@@ -77,10 +76,9 @@ class SaveCheckpoints(Callback):
         remote: RemoteCheckpoints | None = None,
         background: bool = False,
         guard: LossGuard | None = None,
-        on_saved: Callable[[], None] | None = None,
     ) -> None:
         self.local, self.remote = folder, remote
-        self.newest, self.every, self.guard, self.on_saved = newest, every, guard, on_saved
+        self.newest, self.every, self.guard = newest, every, guard
         self.last_saved: str | None = None
         """Path or URI of the checkpoint that was written last."""
 
@@ -208,8 +206,6 @@ class SaveCheckpoints(Callback):
         remote = self.remote
         self.last_saved = str(path) if remote is None else remote.uri_of(path.name)
         location = str(self.local) if remote is None else remote.uri
-        if self.on_saved is not None:
-            self.on_saved()
         try:
             damaged = read_damaged(location)
             if path.name in damaged:  # It is written anew.

@@ -29,9 +29,7 @@ from diffusion.formats.run_folder import (
     read_rollbacks,
     series,
 )
-from diffusion.operations.costs import read_costs
 from diffusion.operations.heartbeats import Phase, read_heartbeats
-from diffusion.operations.records import fetch_records
 from diffusion.trainer import HostNumber
 from tests.integration.test_failures import latents
 from tests.tools.runs import losses
@@ -139,19 +137,6 @@ def test_a_nan_that_passes_leaves_no_trace_in_the_run(server, tmp_path):
     assert losses(hit) == losses(whole)
     assert len(losses(whole)) == 8
     assert are_equal(weights(hit, 8), weights(whole, 8))
-
-
-def test_rollbacks_and_costs_count_for_a_start_with_another_run_folder(server, tmp_path):
-    options = [f"trainer.checkpoint_folder={tmp_path}/kept", "operations.guard.max_rollbacks=1", poison(3)]
-    assert server.run(1, [run(tmp_path / "a", *options)]).codes == [75]
-    job = server.run(1, [run(tmp_path / "b", *options)])
-    assert job.codes == [2]
-    assert "DivergenceError: the loss of step 3 is nan, and the run has rolled back 1 times" in job.output
-    assert [row.step for row in read_rollbacks(tmp_path / "b")] == [3]
-    assert [(row.step, row.reached) for row in read_costs(tmp_path / "b")] == [(0, 4), (2, 4)]
-    assert read_request(tmp_path / "a") is not None
-    fetch_records(tmp_path / "a", f"{tmp_path}/kept")
-    assert read_request(tmp_path / "a") is None, "it was carried out"
 
 
 def test_a_loss_that_is_read_late_is_checked_before_a_checkpoint_is_saved(server, tmp_path):
