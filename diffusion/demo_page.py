@@ -217,7 +217,9 @@ class _Bounds:
         host, origin = headers.get("host", "localhost"), headers.get("origin")
         is_local = re.fullmatch(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?", host) and origin in (None, f"http://{host}")
         app = self.app
-        if not (self.has_login or is_local) or scope.get("path", "").rstrip("/").endswith("/upload"):
+        if scope.get("path", "").rstrip("/").endswith("/upload"):
+            app = PlainTextResponse("uploads are refused", 403)
+        elif not (self.has_login or is_local):
             app = PlainTextResponse("refused; another address than loopback needs --login-file", 403)
         num_bytes = 0
 

@@ -21,6 +21,7 @@ from diffusion.config.loading import from_dict, read_yaml
 from diffusion.config.model import ModelConfig
 from diffusion.config.resumption import is_used
 from diffusion.config.schema import Config, Task
+from diffusion.distributed import local_rank
 from diffusion.ema.posthoc import AVERAGE_SUFFIX
 from diffusion.errors import ConfigurationError, UserError, error_context
 from diffusion.formats.run_folder import CONFIG, STARTS
@@ -214,7 +215,7 @@ def read_initial(config: Config, model: LatentDiffusion) -> dict[str, Tensor]:
 
 def _compare_text_encoder(folder: Path, config: ModelConfig, model: LatentDiffusion) -> None:
     """Warn of a CLIP text encoder in a folder, which may hold a trained adapter, that is not the model's."""
-    if not isinstance(model.text_encoder, CLIPTextModel):
+    if local_rank() != 0 or not isinstance(model.text_encoder, CLIPTextModel):
         return
     with suppress(UserError):  # There may be none.
         there = load_pretrained(CLIPTextModel, str(folder), "text_encoder", local_files_only=True)

@@ -179,10 +179,11 @@ def make_points(
         yaml, given = split_command(command)
         unnamed = _overrides({"run_name": folder.name, "group": folder.name, "output_folder": "point"})
         config = load_config(yaml, [*given, *unnamed])
-        check(config, world_size=None, may_be_random=True)  # The program may build its own model.
         name = hashlib.sha256(to_yaml(config).encode()).hexdigest()[:10]
         if not is_run(folder / name):  # Another version hashes other keys.
             name = begun.get(_as_recorded(config, folder.name), name)
+        if not (folder / name / FINISHED).is_file():
+            check(config, world_size=None, may_be_random=True)  # The program may build its own model.
         if name in points and sweep["method"] == "random":
             continue
         if name in points:

@@ -29,7 +29,7 @@ from composer.optim import (
 )
 from composer.utils import dist, get_device, reproducibility
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from diffusion.callbacks import build_callbacks, build_loggers, check_states, shows_progress_bar
 from diffusion.callbacks.monitoring import Heartbeat
@@ -64,14 +64,14 @@ from diffusion.config.loading import to_public_yaml
 from diffusion.config.model import Posterior
 from diffusion.config.schema import Config, Task
 from diffusion.config.training import Collectives, Decay, Device, OptimizerName, Parallelism, Precision
-from diffusion.datasets.batch import BatchKey, num_samples, split_batch
+from diffusion.datasets.batch import num_samples, split_batch
 from diffusion.datasets.dataset import TrainingDataset
 from diffusion.datasets.loader import BatchLoader, stop_workers, train_loader, validation_dataset, validation_loader
 from diffusion.datasets.streams import Files
 from diffusion.distributed import agree, broadcast, on_first_rank
 from diffusion.errors import ConfigurationError, PreemptedError, error_context, explained_writes
 from diffusion.files import write_atomically
-from diffusion.formats.run_folder import CONFIG
+from diffusion.formats.run_folder import CONFIG, STARTS
 from diffusion.loading import check_objective, read_initial
 from diffusion.models import fast
 from diffusion.models.architectures import ARCHITECTURES, build_vae, num_text_tokens, side_factor, with_seed
@@ -144,6 +144,8 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
         if load_path is None:
             initial = find_initial_weights(config)
         else:
+            if dist.get_global_rank() == 0 and not (folder / STARTS).is_file():
+                log.warning("%s has no earlier starts of this run: rollbacks and budgets are counted from now", folder)
             initial = config = agree(lambda: with_kept_settings(config, Path(load_path)))
 
         # Model
@@ -380,15 +382,8 @@ def _plugin_loader(config: Config) -> DataLoader:
             f"plugins.train_dataset ({plugin.path}) holds {len(dataset)} samples, fewer than the "
             f"{data.global_batch_size} of a step: give it more, or lower data.global_batch_size"
         )
-    try:
-        sample = dataset[0]
-    except NotImplementedError as error:  # An IterableDataset's.
-        raise ConfigurationError(f"plugins.train_dataset ({plugin.path}) has no __getitem__: give it one") from error
-    if not isinstance(sample, Mapping) or BatchKey.SAMPLE not in sample:
-        raise ConfigurationError(
-            f"plugins.train_dataset ({plugin.path}) gives a sample that is no dictionary with the key "
-            f"'{BatchKey.SAMPLE.value}': give the keys of diffusion.datasets.batch.BatchKey"
-        )
+    if isinstance(dataset, IterableDataset):
+        raise ConfigurationError(f"plugins.train_dataset ({plugin.path}) has no __getitem__: give it one")
     is_shuffled = data.shuffle is not Shuffling.none
     sampler = dist.get_sampler(dataset, shuffle=is_shuffled, drop_last=True, seed=config.seed)
     rank_batch_size = data.global_batch_size // dist.get_world_size()
@@ -520,16 +515,15 @@ def build_optimizer(config: Config, model: ComposerModel) -> AdamW:
 
 def _build_scheduler(config: Config) -> ComposerScheduler:
     schedule = config.schedule
+    if schedule.decay == Decay.constant:
+        return ConstantWithWarmupScheduler(t_warmup=schedule.warmup)
+    if schedule.decay == Decay.linear:
+        return LinearWithWarmupScheduler(t_warmup=schedule.warmup, alpha_f=schedule.final)
+    if schedule.decay == Decay.cosine:
+        return CosineAnnealingWithWarmupScheduler(t_warmup=schedule.warmup, alpha_f=schedule.final)
     warmup = steps_of(config, schedule.warmup, "schedule.warmup")
     cooldown = steps_of(config, schedule.cooldown, "schedule.cooldown")
     assert warmup is not None and cooldown is not None
-    whole = f"{int(warmup)}ba"
-    if schedule.decay == Decay.constant:
-        return ConstantWithWarmupScheduler(t_warmup=whole)
-    if schedule.decay == Decay.linear:
-        return LinearWithWarmupScheduler(t_warmup=whole, alpha_f=schedule.final)
-    if schedule.decay == Decay.cosine:
-        return CosineAnnealingWithWarmupScheduler(t_warmup=whole, alpha_f=schedule.final)
     total, final = planned_steps(config), schedule.final
     multiplier = partial(warmup_stable_decay, warmup=warmup, cooldown=cooldown, total=total, final=final)
     return lambda state, ssr=1.0: multiplier(state.timestamp.batch.value)

@@ -24,10 +24,10 @@ Written by `python scripts/document.py` from the dataclasses; do not edit.
 
 A YAML file may extend another (`extends: phase1.yaml`). On the command line `a.b=1` sets a key, `a.0.b=1` a key of an
 element of a list, and `overrides={a.b: 1, c: 2}` several. A group of keys, such as `samples.scores={a: 7}`, replaces
-these keys and keeps the others of the group. `{}` clears the group. `${a.b}` is the value of another key,
-`${times:2,${a.b}}` a product, `${oc.env:NAME}` the value of an environment variable. `N` stands for the number (or
-name) of an element. Times are `10ba` (optimizer steps), `1000sp` (samples), `1ep` (epochs) and `0.94dur` (a share of
-the run). What is often asked: [faq.md](faq.md).
+these keys and keeps the others of the group. `{}` clears the group, also in a YAML that extends another.
+`${a.b}` is the value of another key, `${times:2,${a.b}}` a product, `${oc.env:NAME}` the value of an environment
+variable. `N` stands for the number (or name) of an element. Times are `10ba` (optimizer steps), `1000sp` (samples),
+`1ep` (epochs) and `0.94dur` (a share of the run). What is often asked: [faq.md](faq.md).
 
 For a run that is started again with another value of a key, the last column of [run.py](#runpy) says whether the new
 value takes effect, is refused, or has no effect, so that records keep that of the checkpoint. A refused change needs

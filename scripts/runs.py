@@ -182,6 +182,7 @@ def prune(folders: list[Path], keep: int | None, *, is_confirmed: bool) -> None:
     from diffusion.formats.run_folder import find_runs, read_config
     from diffusion.operations.pruning import find_superseded, initial_checkpoint, may_be, num_bytes, remove
     from diffusion.operations.runs import checkpoints_of
+    from diffusion.storage import is_url
 
     configs = {}
     for run in find_runs(folders):
@@ -190,7 +191,8 @@ def prune(folders: list[Path], keep: int | None, *, is_confirmed: bool) -> None:
         except UserError as error:
             print(f"{run}  is skipped: {error}")
     beginnings = {initial_checkpoint(run, config) for run, config in configs.items()}
-    locations = {run: os.path.realpath(checkpoints_of(run, config)) for run, config in configs.items()}
+    found = {run: checkpoints_of(run, config) for run, config in configs.items()}
+    locations = {run: one if is_url(one) else os.path.realpath(one) for run, one in found.items()}
     users = Counter({run.resolve(): location for run, location in locations.items()}.values())
     num_removed = size = 0
     for run, config in configs.items():

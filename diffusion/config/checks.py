@@ -7,9 +7,9 @@ They take less than a second and need no GPU. Limits of single keys and relation
 import logging
 import math
 import posixpath
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from omegaconf import MISSING
 
@@ -32,6 +32,12 @@ from diffusion.errors import ConfigurationError, MachineError, raise_all
 
 log = logging.getLogger(__name__)
 
+_OF_A_MACHINE = re.compile(
+    r"output_folder|operations\.heartbeat_folder|data\.(num_workers|prefetch_factor|predownload|cache_limit|download_.*)"
+    r"|(data|validation)\.streams\.\d+\.(endpoint_url|profile)|loggers\.prometheus(\..*)?"
+)
+"""Keys that may differ between machines, beside locations: the results do not depend on them."""
+
 MIN_SIDES = {"adversarial_weight": 24, "perceptual_weight": 16}
 """Side in pixels of the smallest images that the VAE's discriminator takes; LPIPS takes 16."""
 
@@ -53,13 +59,16 @@ def weight_locations(config: Config) -> dict[str, str]:
     return {key: value for key, value in named.items() if not key.startswith(("data.", "validation."))}
 
 
-def common_settings(config: Config) -> dict[str, Any]:
-    """Return the values that all ranks have in common, by key: all but locations, which may be those of a machine."""
-    own = ("output_folder", "operations.heartbeat_folder")
-    return {key: value for key, value in leaves(to_dict(config)) if key not in own and not is_location(key)}
+def common_settings(config: Config) -> dict[str, str]:
+    """Return the values that all ranks have in common, as text by key: all but what may be a machine's own."""
+    return {
+        key: repr(value)
+        for key, value in leaves(to_dict(config))
+        if not is_location(key) and not _OF_A_MACHINE.fullmatch(key)
+    }
 
 
-def check_common_settings(own: Mapping[str, Any], first: Mapping[str, Any]) -> None:
+def check_common_settings(own: Mapping[str, str], first: Mapping[str, str]) -> None:
     """Raise a ConfigurationError if this rank has other settings than the first one."""
     differing = sorted(key for key in own.keys() | first.keys() if own.get(key) != first.get(key))
     if differing:
@@ -120,13 +129,8 @@ def check(
         if side_factor is not None and num_text_tokens is not None:
             problems += _attention_lengths(config, side_factor, num_text_tokens)
     raise_all(ConfigurationError, redact(problems))
-    objective = config.objective
-    if side_factor is not None and objective.zero_terminal_snr and objective.min_snr_gamma is not None:
-        log.warning(  # Not refused: runs that have begun continue.
-            "objective.min_snr_gamma gives the weight 0 to the last step of objective.zero_terminal_snr, with which "
-            "sampling begins: the network does not learn it. Set objective.min_snr_gamma=null, or "
-            "objective.zero_terminal_snr=false"
-        )
+    for warning in _warnings(config) if side_factor is not None else ():
+        log.warning("%s", warning)
 
 
 def rank_problems(config: Config, world_size: int) -> list[str]:
@@ -196,15 +200,11 @@ def _tasks(config: Config) -> Iterator[str]:
         )
     if config.task is Task.diffusion and config.model.architecture.is_pixel:
         yield from _pixels(config)
-    yield from _loading(config)
     if unknown := sorted(config.samples.scores.keys() - {*config.model.score_names}):
         yield (
             f"samples.scores has {', '.join(unknown)}, and model.score_conditioning has no such column. Remove it, or "
             "add the column."
         )
-    if (section := config.model.score_conditioning) is not None:
-        for problem in section.out_of_range(config.samples.scores):
-            yield f"samples.scores: {problem}. Ask for another score."
     if config.optimizer.name is OptimizerName.muon and config.trainer.precision is Precision.amp_fp16:
         yield (
             "optimizer.name is muon with trainer.precision amp_fp16, whose scaled gradients only AdamW takes. Set "
@@ -241,21 +241,26 @@ def _tasks(config: Config) -> Iterator[str]:
         )
 
 
-def _loading(config: Config) -> Iterator[str]:
-    data, trainer = config.data, config.trainer
-    if data.num_workers and data.loader_timeout >= trainer.dist_timeout:
+def _warnings(config: Config) -> Iterator[str]:
+    """Name what is not refused, because runs that have begun with it continue."""
+    data, objective, timeout = config.data, config.objective, config.trainer.dist_timeout
+    if objective.zero_terminal_snr and objective.min_snr_gamma is not None:
         yield (
-            f"data.loader_timeout is {data.loader_timeout:g}, but must be less than trainer.dist_timeout "
-            f"{trainer.dist_timeout:g}: the collectives of other ranks would end first. Set it to "
-            f"{0.9 * trainer.dist_timeout:g}."
+            "objective.min_snr_gamma gives the weight 0 to the last step of objective.zero_terminal_snr, with which "
+            "sampling begins: the network does not learn it. Set objective.min_snr_gamma=null, or "
+            "objective.zero_terminal_snr=false"
         )
+    if data.num_workers and not 0 < data.loader_timeout < timeout:
+        yield (
+            f"data.loader_timeout is {data.loader_timeout:g}: the collectives of other ranks end first, after "
+            f"trainer.dist_timeout={timeout:g}. Set it to {0.9 * timeout:g}"
+        )
+    if (section := config.model.score_conditioning) is not None:
+        yield from (f"samples.scores: {problem}" for problem in section.out_of_range(config.samples.scores))
     if config.plugins.train_dataset is not None:
-        for name in ("caption_weights", "crop", "horizontal_flip", *([] if data.known_streams else ["mixing"])):
-            if (value := getattr(data, name)) != getattr(DataConfig, name):
-                yield (
-                    f"data.{name} is {getattr(value, 'value', value)}, which has no effect on plugins.train_dataset. "
-                    "Remove it."
-                )
+        for name in ("caption_weights", "crop", "horizontal_flip"):
+            if getattr(data, name) != getattr(DataConfig, name):
+                yield f"data.{name} has no effect on plugins.train_dataset"
 
 
 def _network(config: Config) -> Iterator[str]:
@@ -264,11 +269,6 @@ def _network(config: Config) -> Iterator[str]:
         yield (
             f"model.network.dropout is {changes['dropout']}, and its draws would depend on ranks and microbatches. "
             "Remove it."
-        )
-    if config.model.score_conditioning is not None and changes.get("timestep_post_act") is not None:
-        yield (
-            f"model.network.timestep_post_act is {changes['timestep_post_act']} with model.score_conditioning, whose "
-            "vector exports add before it. Remove it."
         )
     for name in ("class_embed_type", "num_class_embeds"):
         if changes.get(name) is not None:

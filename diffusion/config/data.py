@@ -228,9 +228,9 @@ class DataConfig:
     """Hash that shards are checked against, such as `xxh64`, after the download and at the first use in a start; null:
     the hash in the index. Without one in the index, only sizes are compared."""
 
-    loader_timeout: float = bounded(540.0, above=0, max=MAX_SECONDS)
+    loader_timeout: float = bounded(540.0, min=0, max=MAX_SECONDS)
     """Seconds without a batch from a worker after which the run ends with an error. Below `trainer.dist_timeout`: the
-    rank whose storage is slow reports it before the collectives of the others end."""
+    rank whose storage is slow reports it before the collectives of the others end. 0: none."""
 
     @property
     def known_streams(self) -> list[StreamConfig]:

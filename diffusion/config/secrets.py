@@ -12,15 +12,11 @@ HIDDEN = "***"
 """Replaces a secret."""
 
 _SECRET_NAME = re.compile(
-    r"(^|_)(password|passwd|passphrase|pass|pwd|secret|token|credentials?|authorization|auth|bearer|cookies?|"
-    r"webhook(_url)?|connection_string|"
+    r"(^|_)(password|passwd|passphrase|pwd|secrets?|token|credentials?|authorization|bearer|webhook(_url)?|"
+    r"connection_string|"
     r"(api|access|secret|private|account|sas|openai|anthropic|wandb|encryption|signing|subscription)_?key(_id)?)$"
-    r"|^(secrets|tokens)$"
 )
 """Names of keys and environment variables with secret values: `hf_token`, but not `token_ids`."""
-
-_OFTEN_NUMBERS = ("tokens", "pass", "auth")
-"""Names whose numbers are no secrets."""
 
 _KNOWN_SHAPES = re.compile(
     r"\b(AKIA|ASIA)[0-9A-Z]{16}\b|\bhf_[A-Za-z0-9]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}"
@@ -55,11 +51,7 @@ def redact(value: Any) -> Any:
     """
     if isinstance(value, Mapping):
         return {
-            key: HIDDEN
-            if child not in (None, "")
-            and is_secret_name(str(key))
-            and not (isinstance(child, int | float) and str(key).lower() in _OFTEN_NUMBERS)
-            else redact(child)
+            key: HIDDEN if child not in (None, "") and is_secret_name(str(key)) else redact(child)
             for key, child in value.items()
         }
     if isinstance(value, list | tuple):

@@ -84,9 +84,12 @@ class EncodedManifest:
                 f"{where} was encoded by another version of this package (format {content.get('version')}, this one "
                 f"reads {VERSION}): run scripts/encode.py again"
             )
-        for split, buckets in content["counts"].items():
-            for bucket in buckets:
-                check_folder(f"{split}/{bucket}")
+        try:
+            folders = [f"{split}/{bucket}" for split, buckets in content["counts"].items() for bucket in buckets]
+        except (AttributeError, TypeError) as error:
+            raise DataError(f"{where} is damaged ({error}): run scripts/encode.py again") from error
+        for folder in folders:
+            check_folder(folder)
         return cls(**content)
 
 

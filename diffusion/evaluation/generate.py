@@ -302,7 +302,7 @@ class GenerationTask:
         """Everything that the images depend on."""
         height, width = self.size(generator)
         schedule, sampler = generator.noise_scheduler.config, generator.sampler(self.sampling)
-        # Earlier versions took the steps of diffusers, which are others for Heun, and for DDIM with a remainder.
+        # Versions before 2026-11-28 took other steps, or do not say: for Heun, and for DDIM with a remainder.
         remainder = schedule["num_train_timesteps"] % self.sampling.num_inference_steps
         is_second = sampler is Sampler.heun or (sampler is Sampler.ddim and remainder > 0)
         return {
@@ -375,10 +375,11 @@ def _open_folder(folder: Path, record: dict[str, Any], replaces: bool) -> None:
     if found is not None and not (replaces and found["model"] != record["model"]):
         # Earlier records have no noise schedule.
         if differing := difference({"noise_schedule": record["noise_schedule"], **found}, record):
-            if found["model"] != record["model"]:
-                differing.append("earlier versions left ingredients out of the hash of a model")
-            listed = "; ".join(differing)
-            raise ConfigurationError(f"{folder} has images of another task ({listed}): choose another output_folder")
+            is_other = found["model"] != record["model"]
+            remark = ". Earlier versions left ingredients out of the hash of a model" if is_other else ""
+            raise ConfigurationError(
+                f"{folder} has images of another task ({'; '.join(differing)}): choose another output_folder{remark}"
+            )
         return
     with explained_writes(folder):
         if folder.is_dir():  # Without a record its images are what a killed removal left.

@@ -22,7 +22,7 @@ SPLITS = TRAIN, VALIDATION = "train", "validation"
 _FOLDER = re.compile(rf"({'|'.join(SPLITS)})/\w[\w.-]*")
 
 _OWN_FILE = re.compile(
-    r"shard\..+|[0-9a-f-]+(-kept)?\.(parquet|jsonl?)|(index|_identities|selections|encoding)\.json"
+    r"shard\..+|[0-9a-f-]+(-kept|-rejected)?\.(parquet|jsonl?)|(index|_identities|selections|encoding)\.json"
     rf"|({'|'.join(SPLITS)})\..+\.json|\..+\{PARTIAL}"
 )
 """Names of the files that a writer deletes: a folder of a data set may be a link to other files."""

@@ -502,6 +502,8 @@ def decompress(content: bytes, shard: Shard, uri: str) -> bytes:
             from streaming.base import compression
 
             content = compression.decompress(kind, content)
+    except MemoryError:
+        raise
     except Exception as error:  # Each library has its own.
         raise DataError(f"{storage.shown(uri)} cannot be decompressed ({type(error).__name__}: {error})") from error
     if len(content) != num_bytes:

@@ -168,10 +168,10 @@ class LatentDiffusion(nn.Module):
             _check_new(self._frozen.keys() | vars(frozen), ingredient.frozen, "a frozen part", ingredient)
             self._frozen |= ingredient.frozen
             if ingredient.module is not None:
-                if not ingredient.part.isidentifier() or hasattr(self, ingredient.part):
+                if not ingredient.part or "." in ingredient.part or hasattr(self, ingredient.part):
                     raise ConfigurationError(
                         f"no further part of the model can be called '{ingredient.part}': change `part` of "
-                        f"{type(ingredient).__name__} to a new name of letters, digits and _"
+                        f"{type(ingredient).__name__} to a new name without dots"
                     )
                 self.add_module(ingredient.part, ingredient.module)
 
@@ -269,8 +269,10 @@ class LatentDiffusion(nn.Module):
         error = squared_error(outputs)
         for ingredient in self.ingredients:
             error = ingredient.error(before := error, outputs)
-            if error.shape != before.shape:
-                raise ValueError(f"{ingredient}.error returned {list(error.shape)}, not {list(before.shape)}")
+            if (shape := getattr(error, "shape", None)) != before.shape:
+                found = type(error).__name__ if shape is None else list(shape)
+                name = type(ingredient).__name__
+                raise ConfigurationError(f"{name}.error returned {found}, not a tensor of {list(before.shape)}")
         return error if outputs.weight is None else error * outputs.weight
 
     def loss(self, outputs: Prediction, batch: Batch) -> Tensor | dict[str, Tensor]:

@@ -255,7 +255,7 @@ def network_folder(source: str, component: str, *, local_files_only: bool) -> Pa
     if (folder := local_folder(source)) is not None:
         return folder
     files = ("config.json", f"{_WEIGHTS}.safetensors", f"{_WEIGHTS}-*.safetensors")
-    wanted = [*(f"{component}/{file}" for file in files), SCHEDULER_CONFIG]
+    wanted = [*(f"{component}/{file}" for file in files), SCHEDULER_CONFIG, PIPELINE_INDEX]
     try:
         return Path(snapshot_download(source, allow_patterns=wanted, local_files_only=local_files_only))
     except (OSError, ValueError) as error:

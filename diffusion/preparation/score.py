@@ -203,10 +203,14 @@ def _finished_parts(step: _Step) -> set[int]:
 
 
 def _completed(there: dict[str, Any] | None, given: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Add the conversion of images, which was not done, to an identity of an earlier version."""
+    """Complete an identity of an earlier version, which does not say if images were converted.
+
+    Taken for not converted, scores are computed again; captions of a server, which cost money, stay.
+    """
     if there is None or given is None:
         return there
-    added = {"convert_to_srgb": False} if "convert_to_srgb" in given else {}
+    converts = bool(there.get("chat")) and given.get("convert_to_srgb")
+    added = {"convert_to_srgb": converts} if "convert_to_srgb" in given else {}
     return {**added, **there, "captions": _completed(there.get("captions"), given["captions"])}
 
 

@@ -99,7 +99,7 @@ def test_nodes_with_other_versions_of_the_data_train_on_one_or_end(server, shape
     index.write_text(json.dumps(content))
     remote = f"data.remote={tmp_path}/0/train"
     more = [remote, f"data.local={tmp_path}/{{node}}/train"] if is_cache else []
-    more += ["trainer.max_duration=2ba", "trainer.dist_timeout=60", "data.loader_timeout=50"]
+    more += ["trainer.max_duration=2ba", "trainer.dist_timeout=60"]
     yaml, overrides = latents(shapes, tmp_path / "{node}", tmp_path / "run", *more)
     job = server.start(2, ["tests/tools/ranks_as_nodes.py", "1", yaml, *overrides]).finish()
     if is_cache:
@@ -126,7 +126,7 @@ def test_ranks_with_other_settings_end(server, tmp_path):
 def test_one_rank_alone_may_ask_for_the_state_of_callbacks(server, shapes, tmp_path):
     ask = "plugins.callbacks=[{path: tests.integration.test_failures.AskAlone, arguments: {step: 3}}]"
     ema = "algorithms.ema={start: 1ba, decays: [0.9]}"
-    options = [ask, ema, "trainer.max_duration=5ba", "trainer.dist_timeout=60", "data.loader_timeout=50"]
+    options = [ask, ema, "trainer.max_duration=5ba", "trainer.dist_timeout=60"]
     server.train(2, [latents(shapes, shapes / "latents-32", tmp_path / "run", *options)])
     assert len(losses(tmp_path / "run")) == 5
 

@@ -3,7 +3,6 @@
 import pytest
 from composer import Algorithm, Callback
 from composer.loggers import LoggerDestination
-from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from diffusion.config.fields import Plugin
@@ -116,13 +115,7 @@ class Streamed(IterableDataset):
         return iter(ToyLatents())
 
 
-class Unnumbered(ToyLatents):
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"token_ids": super().__getitem__(index)["token_ids"]}
-
-
-@pytest.mark.parametrize(("name", "message"), [("Streamed", "has no __getitem__"), ("Unnumbered", "the key 'sample'")])
-def test_a_data_set_of_wrong_samples_is_refused(name, message):
-    config = load_config("tests/tools/toy.yaml", [f"plugins.train_dataset.path={HERE}.{name}"])
-    with pytest.raises(ConfigurationError, match=rf"plugins\.train_dataset .*{name}.*{message}"):
+def test_a_data_set_without_numbers_is_refused():
+    config = load_config("tests/tools/toy.yaml", [f"plugins.train_dataset.path={HERE}.Streamed"])
+    with pytest.raises(ConfigurationError, match=r"plugins\.train_dataset .*Streamed.* has no __getitem__"):
         build_train_data(config)

@@ -4,6 +4,7 @@ A new one is a subclass of `Ingredient` in a file of its own, named in a run by 
 has a section in `config.ingredients` and stands in `INGREDIENTS`.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
@@ -46,7 +47,9 @@ def find_ingredients(config: ModelConfig) -> list[Ingredient]:
         if not (isinstance(kind, type) and issubclass(kind, Ingredient)):
             raise ConfigurationError(f"{key}.path={plugin.path} is no subclass of {__name__}.Ingredient: name one")
         for old, new in _RENAMED.items():
-            if hasattr(kind, old) and getattr(kind, new) is getattr(Ingredient, new):
+            method = getattr(kind, old, None)
+            is_step = method is not None and "call" in inspect.signature(method).parameters
+            if is_step and getattr(kind, new) is getattr(Ingredient, new):
                 raise ConfigurationError(f"{key}.path={plugin.path}: rename the method `{old}` to `{new}`")
         known.append(kind(**plugin.arguments))
     return known

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from diffusion.config.ingredients import MAX_DEVIATIONS, ScoreConditioningConfig
 from diffusion.datasets.batch import BatchKey
+from diffusion.errors import ConfigurationError
 from diffusion.models.conditioning import Conditioning
 from diffusion.models.fast.norms import autocast_dtype
 from diffusion.models.ingredients.base import Call, Caller, Ingredient
@@ -133,7 +134,13 @@ class ScoreConditioningIngredient(Ingredient):
 
     @torch.no_grad()
     def exported(self, weights: dict[str, Tensor], network: Network, scores: Mapping[str, float]) -> dict[str, Tensor]:
-        """Fold scores into the bias of the time embedding; those that are not given are "none"."""
+        """Fold scores into the bias of the time embedding; those that are not given are "none".
+
+        Raises:
+            ConfigurationError: an activation follows that bias, behind which the model adds.
+        """
+        if network.config.get("timestep_post_act") is not None:
+            raise ConfigurationError("model.score_conditioning cannot be exported with model.network.timestep_post_act")
         self.build(network, nn.Module())
         prefix, component = f"{self.part}.", component_name(network)
         own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}

@@ -7,7 +7,7 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from diffusion import storage
@@ -251,11 +251,20 @@ def _open_folder(folder: str, name: str, settings: dict[str, Any]) -> Any:
     has_images = any(map(is_image_name, names))
     if MANIFEST not in names and (SCAN in names or any(one.startswith(f"{WORK}/") for one in names)) and not has_images:
         raise DataError(f"{path} is half-written; run the command that writes it (prepare or encode) again")
+    files = names
+    if has_images:  # Beside them, the archive that they come from and a table of a folder are no sources.
+        folders = {part for one in names for part in PurePosixPath(one).parents}
+        files = [
+            one
+            for one in names
+            if not one.lower().endswith((".tar.bz2", ".tar.xz"))
+            and not (one.lower().endswith(ParquetSource.suffixes) and PurePosixPath(one).with_suffix("") in folders)
+        ]
     found: dict[str, Source] = {}
     for what, kind in _FILES.items():
         source = kind(**make)
         # The files that a state.json lists may lie beyond the names that were looked at.
-        if Source.takes(source, names) if kind is ArrowSource else source.takes(names):
+        if Source.takes(source, files) if kind is ArrowSource else source.takes(files):
             found[what] = source
     if mds_folders(names):
         found["MDS folders"] = MDSSource(prepared=prepared_root(folder), **make)

@@ -144,8 +144,8 @@ class TableSource(Source):
             image = self._read(location.file, image)
         except UnfitFileError as error:
             return Rejected(key, error.reason, location, error.detail)
-        if path:
-            metadata.setdefault("image_path", path)
+        if path and metadata.get("image_path") is None:
+            metadata["image_path"] = path
         return make_record(key, image, _value_of(caption), metadata, location)
 
     def _images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:

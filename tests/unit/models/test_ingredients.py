@@ -151,7 +151,7 @@ def test_one_that_serves_training_only_is_left_out_of_models_for_sampling():
 def test_an_error_that_is_not_one_of_each_sample_is_named(monkeypatch):
     monkeypatch.setattr(Brightness, "error", lambda self, error, outputs: outputs.prediction - outputs.target)
     _, model = build(Plugin(path=f"{__name__}.Brightness"))
-    with pytest.raises(ValueError, match=r"Brightness.*\[4, 4, 8, 8\], not \[4\]"):
+    with pytest.raises(ConfigurationError, match=r"Brightness\.error returned \[4, 4, 8, 8\], not a tensor of \[4\]"):
         model.loss(model(batch()), batch())
 
 

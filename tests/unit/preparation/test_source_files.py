@@ -1091,6 +1091,14 @@ class TestOpening:
         with pytest.raises(DataError, match="no source was given"):
             open_sources([])
 
+    def test_archives_and_tables_of_folders_beside_images_are_no_sources(self, tmp_path):
+        write_folder(tmp_path, 1)
+        (tmp_path / "meta").mkdir()
+        (tmp_path / "meta" / "x.json").write_text("{}")
+        for name in ("backup.tar.xz", "meta.parquet"):
+            (tmp_path / name).write_bytes(b"x")
+        assert open_source(tmp_path).kind == "folder"
+
     def test_keys_of_sources_of_one_name_stay_apart(self, tmp_path):
         for parent in "abc":
             write_folder(tmp_path / parent / "set", 2)
