@@ -2,11 +2,8 @@
 
 import multiprocessing
 import os
-import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +32,7 @@ def test_the_quota_of_a_container_limits_its_cores(quota, cores, tmp_path, monke
     assert num_cores() == cores
 
 
-def on_ranks(folder: Path, step: Callable[[int], Any], timeout: timedelta | None = None) -> list[Any]:
+def on_ranks(folder: Path, step: Callable[[int], Any]) -> list[Any]:
     """Run a step on two ranks; return the result or the error of each."""
     context = multiprocessing.get_context("fork")
     results = context.SimpleQueue()
@@ -46,7 +43,7 @@ def on_ranks(folder: Path, step: Callable[[int], Any], timeout: timedelta | None
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RANK", str(rank))
             patch.setenv("WORLD_SIZE", str(NUM_RANKS))
-            dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=NUM_RANKS, timeout=timeout)
+            dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=NUM_RANKS)
             try:
                 result = step(rank)
             except (UserError, StepFailedElsewhereError, ZeroDivisionError) as error:
@@ -102,31 +99,6 @@ def test_ranks_share_the_calls_of_a_step_and_fail_together(tmp_path):
         return map_on_ranks(5, lambda number: fail(DataError("x")) if number == 3 else number, "one fails")
 
     assert on_ranks(tmp_path, step) == [(DataError, "rank 1 of 2: x")] * 2
-
-
-@pytest.mark.world_size(2)
-def test_ranks_wait_for_an_average_that_is_stored_slowly(tmp_path, monkeypatch):
-    import torch
-
-    from diffusion.ema import callbacks
-    from diffusion.ema.averaging import PowerFunction
-
-    def write(folder: Path, *_: Any) -> None:
-        time.sleep(8)
-        (folder / "written").touch()
-
-    monkeypatch.setattr(callbacks, "write_average", write)
-    average = SimpleNamespace(profile=PowerFunction(0.1), num_updates=1, time=1.0, averages={})
-    ema: Any = SimpleNamespace(averages=[average])
-    state: Any = SimpleNamespace(timestamp=SimpleNamespace(batch=SimpleNamespace(value=3)))
-    logger: Any = None
-
-    def step(rank: int) -> bool:
-        snapshots = callbacks.AverageSnapshots(ema, tmp_path, interval="1ba", dtype=torch.float32)
-        snapshots.batch_end(state, logger)
-        return (tmp_path / "written").exists()
-
-    assert on_ranks(tmp_path, step, timedelta(seconds=6)) == [True, True]
 
 
 def test_a_single_process_needs_no_group(monkeypatch):
