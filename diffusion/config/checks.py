@@ -161,7 +161,7 @@ def _folders(config: Config) -> Iterator[str]:
         "trainer.checkpoint_folder": config.trainer.checkpoint_folder or "",
     }
     for key, path in paths.items():
-        if "{" in path or "}" in path:
+        if ("{" in path or "}" in path) and "${" not in path:  # Of a plan, whose locations may be missing.
             yield f"{key} is '{path}', and Composer fills in braces. Write ${{run_name}} for the name of the run."
     inside = posixpath.normpath(config.run_name.strip().lstrip("/"))
     if inside == "." or inside.split("/")[0] == "..":

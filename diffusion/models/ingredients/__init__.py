@@ -4,7 +4,6 @@ A new one is a subclass of `Ingredient` in a file of its own, named in a run by 
 has a section in `config.ingredients` and stands in `INGREDIENTS`.
 """
 
-import inspect
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
@@ -30,15 +29,12 @@ INGREDIENTS = (
 )
 """All ingredients of this package, in the order in which their weights stand in a model and steps ask them."""
 
-_RENAMED = {"encode": "condition", "before": "prepare", "after": "values"}
-"""Methods of ingredients by their names before 2026-11-28."""
-
 
 def find_ingredients(config: ModelConfig) -> list[Ingredient]:
     """Make the ingredients of a configuration, without their modules.
 
     Raises:
-        ConfigurationError: one of the user's cannot be imported, is no ingredient, or has methods of old names.
+        ConfigurationError: one of the user's cannot be imported, or is no ingredient.
     """
     sections = config.ingredient_sections
     known: list[Ingredient] = [kind(sections[kind.key]) for kind in INGREDIENTS if kind.key in sections]  # pyright: ignore
@@ -46,11 +42,6 @@ def find_ingredients(config: ModelConfig) -> list[Ingredient]:
         kind = import_plugin(plugin, key := f"model.ingredients.{number}")
         if not (isinstance(kind, type) and issubclass(kind, Ingredient)):
             raise ConfigurationError(f"{key}.path={plugin.path} is no subclass of {__name__}.Ingredient: name one")
-        for old, new in _RENAMED.items():
-            method = getattr(kind, old, None)
-            is_step = method is not None and "call" in inspect.signature(method).parameters
-            if is_step and getattr(kind, new) is getattr(Ingredient, new):
-                raise ConfigurationError(f"{key}.path={plugin.path}: rename the method `{old}` to `{new}`")
         known.append(kind(**plugin.arguments))
     return known
 

@@ -191,12 +191,6 @@ def test_an_impossible_part_is_refused_with_its_class(monkeypatch, part):
         build(Plugin(path=f"{__name__}.Darkness"))
 
 
-def test_a_method_of_an_old_name_is_refused(monkeypatch):
-    monkeypatch.setattr(Darkness, "encode", Ingredient.condition, raising=False)
-    with pytest.raises(ConfigurationError, match=r"Darkness: rename the method `encode` to `condition`"):
-        build(Plugin(path=f"{__name__}.Darkness"))
-
-
 def test_validation_has_no_terms():
     _, model = build(Plugin(path=f"{__name__}.Brightness"))
     assert isinstance(model.loss(model.eval_forward(batch()), batch()), Tensor)

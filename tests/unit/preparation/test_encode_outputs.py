@@ -274,7 +274,7 @@ def test_images_of_another_conversion_are_another_encoding(tmp_path: Path) -> No
     content = json.loads((out / "manifest.json").read_text())
     assert content.pop("convert_to_srgb") is False
     write_json(out / "manifest.json", content)
-    with pytest.raises(DataError, match="convert_to_srgb"):  # Earlier versions converted none.
+    with pytest.raises(DataError, match="convert_to_srgb"):  # Earlier versions do not say it.
         run(prepared, out)
 
 

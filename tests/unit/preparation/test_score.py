@@ -127,7 +127,7 @@ def test_scores_and_captions_of_images_of_another_conversion_are_made_again(data
     path.write_text(json.dumps(earlier))
     CALLS.clear()
     run(data, captioner=captioner, scorers=scorers, convert_to_srgb=False)
-    assert CALLS == [], "earlier versions converted none"
+    assert CALLS == [], "earlier versions do not say if they converted"
     run(data, captioner=captioner, scorers=scorers)
     assert json.loads(path.read_text()) == record
     assert [len(batch) for batch in CALLS] == [6, 3] * 3

@@ -319,7 +319,7 @@ def test_folders_that_are_links(tmp_path, folder):
 
 @pytest.mark.parametrize("where", ["positions", "manifest", "link"])
 def test_files_outside_of_a_data_set_stay(data, tmp_path, where):
-    """Of a data set that someone else has made, and that names or links folders outside of it."""
+    """A data set from elsewhere names or links folders outside of it."""
     victim, out = tmp_path / "photos", Path(data.out)
     if where == "link":
         (out / "validation").rename(victim)
