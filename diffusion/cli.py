@@ -55,14 +55,14 @@ def _start_logging() -> None:
 
 def _show_plan(config: Config, say: Callable[[str], None]) -> None:
     from diffusion.loading import absent_weights, check_objective
-    from diffusion.models.architectures import num_text_tokens, side_factor
+    from diffusion.models.architectures import image_side_factor, num_text_tokens
     from diffusion.planning.amounts import absent_streams
     from diffusion.planning.plan import format_plan, plan_run
     from diffusion.plugins import check_plugins
 
     num_ranks = config.plan.num_gpus or world_size()
     model = config.model
-    check(config, world_size=num_ranks, side_factor=side_factor(model), num_text_tokens=num_text_tokens(model))
+    check(config, world_size=num_ranks, side_factor=image_side_factor(config), num_text_tokens=num_text_tokens(model))
     check_plugins(config)
     check_objective(config)
     say(to_public_yaml(config))

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from composer.models import ComposerModel
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -25,6 +24,7 @@ from diffusion.models.autoencoder import (
 )
 from diffusion.models.equivariance import VALIDATED, Transformation, draw_transformation, transform
 from diffusion.models.latent_diffusion import LatentDiffusion, Prediction, squared_error
+from diffusion.models.latents import TrainedVAE, latent_space
 from diffusion.models.metrics import ValidationMean, validation_means
 from diffusion.models.pretrained import module_identity
 from diffusion.randomness import Purpose, normal
@@ -70,7 +70,7 @@ class EquivarianceMean(ValidationMean):
 
 
 class AutoencoderTraining(ComposerModel):
-    """Trains an AutoencoderKL (Kingma and Welling 2014; Rombach et al. 2022, section 3.1).
+    """Trains a VAE (Kingma and Welling 2014; Rombach et al. 2022, section 3.1); without a posterior there is no KL.
 
     The weight of the discriminator is fixed, not adapted to the norms of gradients (Esser et al. 2021, equation 7):
     gradients of a microbatch would make the run depend on its size. Training with it begins at step
@@ -80,10 +80,10 @@ class AutoencoderTraining(ComposerModel):
         ConfigurationError: the weights of the perceptual loss are missing.
     """
 
-    vae: AutoencoderKL
+    vae: TrainedVAE
     discriminator: PatchDiscriminator | None
 
-    def __init__(self, vae: AutoencoderKL, config: AutoencoderConfig, seed: int, adversarial_start: float = 0) -> None:
+    def __init__(self, vae: TrainedVAE, config: AutoencoderConfig, seed: int, adversarial_start: float = 0) -> None:
         super().__init__()
         self.vae = vae
         self.config = config
@@ -116,18 +116,20 @@ class AutoencoderTraining(ComposerModel):
 
     def _reconstruct(self, batch: Batch, *, draw: bool, transformation: Transformation | None = None) -> Reconstruction:
         pixels = to_pixels(batch[BatchKey.IMAGE])
-        posterior = self.vae.encode(pixels).latent_dist  # pyright: ignore[reportAttributeAccessIssue]
-        latents = posterior.mean
-        if draw:
+        mean, logvar = latent_space(self.vae).moments(pixels)
+        latents, kl = mean, torch.zeros(len(pixels), device=pixels.device)
+        if logvar is not None:
+            kl = 0.5 * (mean.pow(2) + logvar.exp() - 1.0 - logvar).sum(dim=(1, 2, 3))
+        if draw and logvar is not None:
             step = batch.get(BatchKey.STEP, torch.zeros_like(batch[BatchKey.SAMPLE]))
             shape = tuple(latents.shape[1:])
             noise = normal(self.seed, Purpose.POSTERIOR, step, batch[BatchKey.SAMPLE], shape)
-            latents = latents + posterior.std * noise
+            latents = latents + torch.exp(0.5 * logvar) * noise
         if transformation is not None:
             pixels = transform(pixels, transformation, cell=pixels.shape[-1] // latents.shape[-1])
             latents = transform(latents, transformation)
         decoded = self.vae.decode(latents, return_dict=False)[0]  # pyright: ignore[reportArgumentType]
-        return Reconstruction(pixels, decoded.float(), posterior.kl().float())
+        return Reconstruction(pixels, decoded.float(), kl.float())
 
     def forward(self, batch: Batch) -> Reconstruction:
         """Encode, sample the posterior, decode and discriminate; DDP needs the discriminator in `forward`."""

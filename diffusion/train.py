@@ -74,7 +74,7 @@ from diffusion.files import write_atomically
 from diffusion.formats.run_folder import CONFIG, STARTS
 from diffusion.loading import check_objective, read_initial
 from diffusion.models import fast
-from diffusion.models.architectures import ARCHITECTURES, build_vae, num_text_tokens, side_factor, with_seed
+from diffusion.models.architectures import ARCHITECTURES, build_vae, image_side_factor, num_text_tokens, with_seed
 from diffusion.models.autoencoder import initialise_logvar
 from diffusion.models.build import build_parts, load_weights
 from diffusion.models.fast.compilation import compile_text_encoder
@@ -118,7 +118,7 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
     """
     # Check
     device = start_ranks(config)
-    shape = agree(lambda: {"side_factor": side_factor(config.model), "num_text_tokens": num_text_tokens(config.model)})
+    shape = agree(lambda: {"side_factor": image_side_factor(config), "num_text_tokens": num_text_tokens(config.model)})
     is_own = build is not None
     agree(lambda: check(config, world_size=dist.get_world_size(), **shape, may_be_random=is_own))
     agree(lambda: check_plugins(config))

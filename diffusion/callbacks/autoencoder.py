@@ -25,7 +25,8 @@ from diffusion.ema.callbacks import LateStartEMA
 from diffusion.errors import DataError, explained_writes
 from diffusion.files import atomic_path
 from diffusion.formats.run_folder import RECONSTRUCTIONS, VAE
-from diffusion.models.autoencoder import latent_statistics, save_autoencoder, to_pixels
+from diffusion.models.autoencoder import latent_statistics, to_pixels
+from diffusion.models.latents import latent_space
 from diffusion.models.pretrained import read_safetensors
 from diffusion.models.sampling import image_grid, to_pil
 from diffusion.models.tokenizers import build_tokenizer, tokenize
@@ -69,6 +70,7 @@ class SaveAutoencoder(Callback):
         self, model: AutoencoderTraining, images: Iterable[Tensor], folder: Path, ema: LateStartEMA | None = None
     ) -> None:
         self.model, self.images, self.folder, self.ema = model, images, folder, ema
+        self.space = latent_space(model.vae)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Measure and save."""
@@ -80,22 +82,22 @@ class SaveAutoencoder(Callback):
         device = next(self.model.vae.parameters()).device
         images = iter(self.images)
         first = agree(lambda: list(islice(images, 1)), takes_long=True)  # Of few images, the last ranks have none.
-        mean, std = latent_statistics(self.model.vae, chain(first, images), device)
+        self.space.set_statistics(*latent_statistics(self.model.vae, chain(first, images), device))
 
         def write() -> None:
             if dist.get_global_rank() == 0:
-                self._write(mean, std, step)
+                self._write(step)
                 self._draw(first[0][:NUM_SHOWN].to(device))
 
         agree(write, takes_long=True)
 
-    def _write(self, mean: list[float], std: list[float], step: int) -> None:
+    def _write(self, step: int) -> None:
         names = chain([VAE, f"{VAE}-ba{step}"], (f"{VAE}-ba{step}-{number}" for number in count(2)))
         path = next(path for path in map(self.folder.joinpath, names) if not path.exists() or self._is_in(path))
         if path.exists():
             return
         with explained_writes(path), atomic_path(path) as partial:
-            save_autoencoder(self.model.vae, mean, std, partial)
+            self.model.vae.save_pretrained(partial, safe_serialization=True)
         if path.name != VAE:
             log.warning("the VAE is in %s: vae/ beside it has other weights, which runs may name", path)
 
@@ -111,8 +113,8 @@ class SaveAutoencoder(Callback):
     @torch.no_grad()
     def _draw(self, images: Tensor) -> None:
         pixels = to_pixels(images)
-        latents = self.model.vae.encode(pixels).latent_dist.mean  # pyright: ignore[reportAttributeAccessIssue]
-        decoded = self.model.vae.decode(latents, return_dict=False)[0]
+        latents, _ = self.space.moments(pixels)
+        decoded = self.model.vae.decode(latents, return_dict=False)[0]  # pyright: ignore[reportArgumentType]
         both = torch.cat([pixels, decoded]).clamp(-1, 1) / 2 + 0.5
         with explained_writes(self.folder / RECONSTRUCTIONS, "Make room"):
             image_grid(to_pil(both), len(images)).save(self.folder / RECONSTRUCTIONS)

@@ -279,7 +279,8 @@ class AutoencoderConfig:
     """Initial log-variance of the posterior: small, so that noise does not hide the first latents."""
 
     vae: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of diffusers' AutoencoderKL that replace those of the architecture."""
+    """Keyword arguments of diffusers' AutoencoderKL that replace those of the architecture; `_class_name` may name
+    AutoencoderKLFlux2 or AutoencoderDC instead, which is deterministic: no KL, and an own architecture."""
 
 
 @dataclass(kw_only=True)

@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from diffusers.models.autoencoders.autoencoder_dc import AutoencoderDC
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from diffusion.config.model import NUM_TIMESTEPS, Architecture, ModelConfig, PredictionType
+from diffusion.config.schema import Config, Task
 from diffusion.errors import ConfigurationError, raise_all, similar_names
 from diffusion.files import read_json
 from diffusion.models.conditioning import DualTextEncoder, TextEncoder
-from diffusion.models.latents import VAE, VAE_CLASSES, latent_space
+from diffusion.models.latents import VAE, VAE_CLASSES, TrainedVAE, latent_space
 from diffusion.models.networks import NETWORKS, TEXT_WIDTHS, Network, take_whole_timesteps
 from diffusion.models.text_encoders import LanguageModel, hidden_width, read_language_model
 
@@ -329,6 +331,15 @@ def side_factor(config: ModelConfig) -> int:
     return vae_factor(config) * (spec.network | config.network).get("patch_size", 1)
 
 
+def image_side_factor(config: Config) -> int:
+    """Both sides of a training image in pixels are multiples of it: without a network, of the trained VAE's factor."""
+    if config.task is not Task.autoencoder:
+        return side_factor(config.model)
+    with torch.device("meta"):
+        vae = build_vae(ARCHITECTURES[config.model.architecture], config.autoencoder.vae)
+    return latent_space(vae).factor
+
+
 def build_network(config: ModelConfig) -> Network:
     """Build the network with random weights from torch's generator.
 
@@ -344,14 +355,26 @@ def build_network(config: ModelConfig) -> Network:
     return network
 
 
-def build_vae(spec: ArchitectureSpec, changes: dict[str, Any] | None = None) -> AutoencoderKL:
-    """Build a VAE with random weights; `changes` (`autoencoder.vae`) replace keyword arguments of the architecture.
+def build_vae(spec: ArchitectureSpec, changes: Mapping[str, Any] | None = None) -> TrainedVAE:
+    """Build a VAE with random weights.
+
+    Args:
+        spec: its keyword arguments, as far as the class has them; an AutoencoderDC takes none.
+        changes: `autoencoder.vae`; replaces them, and names another class than AutoencoderKL by `_class_name`.
 
     Raises:
-        ConfigurationError: `changes` holds an unknown argument or an invalid value.
+        ConfigurationError: `changes` holds an unknown class or argument, or an invalid value.
     """
     assert spec.vae is not None, "a network on pixels has no VAE"
-    return _build(AutoencoderKL, spec.vae, changes or {}, "autoencoder.vae")
+    changes = dict(changes or {})
+    name = changes.pop("_class_name", AutoencoderKL.__name__)
+    kind = VAE_CLASSES.get(name)
+    if kind is None:
+        known = ", ".join(VAE_CLASSES)
+        raise ConfigurationError(f"autoencoder.vae._class_name is {name!r}: set it to one of {known}, or leave it out")
+    parameters = {} if kind is AutoencoderDC else inspect.signature(kind).parameters
+    arguments = {key: value for key, value in spec.vae.items() if key in parameters}
+    return _build(kind, arguments, changes, "autoencoder.vae")
 
 
 def build_random_vae(config: ModelConfig) -> VAE:

@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.autoencoders.autoencoder_dc import AutoencoderDC
 from torch import Tensor, nn
 from torch.func import functional_call
 from torchmetrics.functional.image.lpips import _LPIPS
 
 from diffusion.distributed import agree
 from diffusion.errors import ConfigurationError, first_line
+from diffusion.models.latents import TrainedVAE, latent_space
 from diffusion.models.pretrained import freeze
 
 Batch = dict[str, Tensor]
@@ -128,8 +129,10 @@ def to_pixels(images: Tensor) -> Tensor:
     return images.float() / 127.5 - 1.0
 
 
-def initialise_logvar(vae: AutoencoderKL, logvar: float) -> None:
-    """Initialise the posterior of a new VAE with nearly constant log-variance, in place."""
+def initialise_logvar(vae: TrainedVAE, logvar: float) -> None:
+    """Initialise the posterior of a new VAE, if it has one, with nearly constant log-variance, in place."""
+    if isinstance(vae, AutoencoderDC):
+        return
     num_channels = vae.config["latent_channels"]
     last: Any = vae.quant_conv or vae.encoder.conv_out
     with torch.no_grad():
@@ -144,21 +147,19 @@ def psnr(decoded: Tensor, pixels: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def latent_statistics(
-    vae: AutoencoderKL, batches: Iterable[Tensor], device: torch.device
-) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of each channel of the posterior's mean, over all ranks' images, summed in float64.
+def latent_statistics(vae: TrainedVAE, batches: Iterable[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation, float64 [C], of the posterior's mean over all ranks' images.
 
     `batches` are images of this rank, uint8 [B, 3, height, width].
     """
-    num_channels = vae.config["latent_channels"]
+    space = latent_space(vae)
 
     def measure() -> Tensor:
-        sums = torch.zeros(3, num_channels, dtype=torch.float64)
+        sums = torch.zeros(3, space.channels, dtype=torch.float64)
         for images in batches:
-            mean = vae.encode(to_pixels(images.to(device))).latent_dist.mean.double().cpu()  # pyright: ignore
-            per_channel = mean.transpose(0, 1).flatten(1)
-            count = torch.full((num_channels,), per_channel.shape[1])
+            mean, _ = space.moments(to_pixels(images.to(device)))
+            per_channel = mean.double().cpu().transpose(0, 1).flatten(1)
+            count = torch.full((space.channels,), per_channel.shape[1])
             sums += torch.stack([count, per_channel.sum(1), per_channel.square().sum(1)])
         return sums
 
@@ -169,11 +170,4 @@ def latent_statistics(
         sums = sums.cpu()
     count, total, squares = sums
     mean = total / count
-    std = (squares / count - mean.square()).clamp(min=1e-12).sqrt()
-    return mean.tolist(), std.tolist()
-
-
-def save_autoencoder(vae: AutoencoderKL, mean: list[float], std: list[float], folder: Path) -> None:
-    """Write a VAE with its latent statistics, in the diffusers layout with safetensors."""
-    vae.register_to_config(latents_mean=mean, latents_std=std, scaling_factor=1.0, shift_factor=None)
-    vae.save_pretrained(folder, safe_serialization=True)
+    return mean, (squares / count - mean.square()).clamp(min=1e-12).sqrt()

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from diffusion.models.precision import upcast
 
-VAE = AutoencoderKL | AutoencoderKLFlux2 | AutoencoderDC | nn.Identity
+TrainedVAE = AutoencoderKL | AutoencoderKLFlux2 | AutoencoderDC
+
+VAE = TrainedVAE | nn.Identity
 """A VAE; the identity where the network works on pixels."""
 
 Folded = TypeVar("Folded", AutoencoderKL, AutoencoderKLFlux2)
@@ -97,11 +99,17 @@ class LatentSpace:
     def encode(self, images: Tensor) -> Moments:
         """Encode images uint8 [B, 3, height, width], in the precision of the VAE."""
         with upcast(self._vae) as vae:
-            return self._moments(vae.encode(images.to(vae.dtype) / 127.5 - 1.0))
+            return self.moments(images.to(vae.dtype) / 127.5 - 1.0)
 
-    @staticmethod
-    def _moments(encoded: Any) -> Moments:
-        return encoded.latent_dist.mean, encoded.latent_dist.logvar
+    def moments(self, pixels: Tensor) -> Moments:
+        """Encode images [B, 3, height, width] in [-1, 1]."""
+        posterior = self._vae.encode(pixels).latent_dist
+        return posterior.mean, posterior.logvar
+
+    def set_statistics(self, mean: Tensor, std: Tensor) -> None:
+        """Let `scaling` normalise latents whose channels have this mean and standard deviation, [C] each."""
+        statistics = {"latents_mean": mean.tolist(), "latents_std": std.tolist()}
+        self._vae.register_to_config(**statistics, scaling_factor=1.0, shift_factor=None)
 
     def decode(self, latents: Tensor) -> Tensor:
         """Decode latents [B, C, H, W] to images: float32 [B, 3, height, width] in [0, 1]."""
@@ -124,6 +132,14 @@ class Flux2Space(LatentSpace):
         std = (var.mean(1) + mean.var(1, correction=0)).sqrt()
         return LatentScaling(tuple(mean.mean(1).tolist()), tuple(std.tolist()))
 
+    def set_statistics(self, mean: Tensor, std: Tensor) -> None:
+        """Set the moments of the batch norm, of all positions of a patch the same."""
+        batch_norm = self._vae.bn
+        positions = batch_norm.num_features // self.channels
+        batch_norm.running_mean.copy_(mean.repeat_interleave(positions))
+        variance = std.square() - self._vae.config["batch_norm_eps"]
+        batch_norm.running_var.copy_(variance.repeat_interleave(positions))
+
 
 def _statistics(vae: AutoencoderKLFlux2) -> tuple[Tensor, Tensor]:
     """Mean and variance that the batch norm divides by, channels of patches [4 C] each."""
@@ -142,9 +158,13 @@ class DeepSpace(LatentSpace):
         """Pixels per latent position along one side."""
         return 2 ** (len(self._vae.config["encoder_block_out_channels"]) - 1)
 
-    @staticmethod
-    def _moments(encoded: Any) -> Moments:
-        return encoded.latent, None
+    def moments(self, pixels: Tensor) -> Moments:
+        """Encode images [B, 3, height, width] in [-1, 1]."""
+        return self._vae.encode(pixels).latent, None
+
+    def set_statistics(self, mean: Tensor, std: Tensor) -> None:
+        """Set the scaling factor, the inverse of the root mean square: pipelines know no statistics of channels."""
+        self._vae.register_to_config(scaling_factor=1.0 / (mean.square() + std.square()).mean().sqrt().item())
 
 
 class PixelSpace(LatentSpace):

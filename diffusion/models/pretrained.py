@@ -37,7 +37,7 @@ from diffusion.models.architectures import (
     with_seed,
 )
 from diffusion.models.conditioning import DualTextEncoder, TextEncoder
-from diffusion.models.latents import VAE, VAE_CLASSES, LatentScaling, fold_scaling, latent_space
+from diffusion.models.latents import VAE, VAE_CLASSES, LatentScaling, TrainedVAE, fold_scaling, latent_space
 from diffusion.models.model_folders import PIPELINE_INDEX, load_pretrained, local_folder
 from diffusion.models.networks import Network, component_name
 from diffusion.models.sampling import flow_shift
@@ -202,7 +202,7 @@ def read_pipeline_network(folder: Path, network: Network) -> dict[str, Tensor]:
     return {f"{component}.{name}": tensor for file in files for name, tensor in read_safetensors(file).items()}
 
 
-def read_vae(source: str, vae: AutoencoderKL) -> dict[str, Tensor]:
+def read_vae(source: str, vae: TrainedVAE) -> dict[str, Tensor]:
     """Read a VAE, whose stored configuration is compared with that of `vae`.
 
     Args:
@@ -214,7 +214,7 @@ def read_vae(source: str, vae: AutoencoderKL) -> dict[str, Tensor]:
     """
     subfolder = "vae" if (Path(source).expanduser() / "vae").is_dir() else None
     # Not the file itself: diffusers renames the attention of older VAEs.
-    stored = load_pretrained(AutoencoderKL, source, subfolder, local_files_only=True)
+    stored = load_pretrained(type(vae), source, subfolder, local_files_only=True)
     check_config(stored, vae, source, "autoencoder.vae")
     return stored.state_dict()
 

@@ -30,7 +30,7 @@ from diffusion.config.training import Device
 from diffusion.distributed import local_rank, local_world_size, rank, world_size
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.launch import package_versions
-from diffusion.models.architectures import num_text_tokens, side_factor
+from diffusion.models.architectures import image_side_factor, num_text_tokens
 from diffusion.operations import timeouts
 from diffusion.operations.checks.data import check_data, index_hashes
 from diffusion.operations.checks.gpu import computes_bf16
@@ -61,7 +61,7 @@ def diagnose(config: Config, timeout: float = 120.0, *, deep: bool = False) -> l
     """
     model = config.model
     check_config(
-        config, world_size=world_size(), side_factor=side_factor(model), num_text_tokens=num_text_tokens(model)
+        config, world_size=world_size(), side_factor=image_side_factor(config), num_text_tokens=num_text_tokens(model)
     )
     num_gpus = torch.cuda.device_count()
     device = resolve_device(config.trainer.device, num_gpus) if num_gpus else Device.cpu
