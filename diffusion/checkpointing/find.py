@@ -8,19 +8,26 @@ import os
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from diffusion import storage
-from diffusion.checkpointing.layout import CHECKPOINT_INDEX, batch_of, is_half_written, list_checkpoints, remove_copy
+from diffusion.checkpointing.layout import (
+    CHECKPOINT_INDEX,
+    Checkpoint,
+    batch_of,
+    is_half_written,
+    list_checkpoints,
+    remove_checkpoint,
+    remove_copy,
+)
 from diffusion.checkpointing.read import UnsafeCheckpointError, check_bytes, check_safe, read_index, stored_files
 from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoint, RemoteCheckpoints
-from diffusion.errors import ConfigurationError, DataError
+from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.files import PARTIAL
 from diffusion.formats.run_folder import CHECKPOINTS, checkpoint_folder
 from diffusion.storage import is_url, join
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 DAMAGED = "damaged.json"
 """Names of checkpoints that a start has read and found damaged, beside them in their folder or store."""
@@ -58,9 +65,9 @@ def _find_short_file(checkpoint: Path) -> str | None:
     return None
 
 
-def is_complete(path: Path) -> bool:
+def is_complete(checkpoint: Path | RemoteCheckpoint) -> bool:
     """Return whether a checkpoint is whole."""
-    return find_damage(path) is None
+    return checkpoint.is_complete if isinstance(checkpoint, RemoteCheckpoint) else find_damage(checkpoint) is None
 
 
 def check_checkpoint(path: Path) -> None:
@@ -100,7 +107,47 @@ def find_checkpoints(folder: Path) -> list[Path]:
     return [path for path in list_checkpoints(folder) if is_complete(path)]
 
 
-def newest_that_passes(checkpoints: Sequence[T], check: Callable[[T], None]) -> T | None:
+class LocalCheckpoints:
+    """The checkpoints of one run in a folder, as `RemoteCheckpoints` has those in a store.
+
+    A MachineError says that one cannot be removed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.uri = folder, str(folder)
+
+    def present(self) -> list[Any]:
+        """List the paths of all checkpoints, complete or not, oldest first."""
+        return list_checkpoints(self.folder)
+
+    def remove(self, checkpoint: Any) -> None:
+        """Remove a checkpoint, its index first."""
+        try:
+            remove_checkpoint(checkpoint)
+        except OSError as error:
+            raise MachineError(f"{error.filename} cannot be removed: {error.strerror}. Remove it") from error
+
+    def remove_half_written(self) -> None:
+        """Remove what interrupted saves have left."""
+        for path in self.present():
+            if is_half_written(path):
+                log.warning("removing %s, which is incomplete", path)
+                self.remove(path)
+        for path in self.folder.glob(f"*ep*.pt{PARTIAL}"):
+            self.remove(path)
+
+
+Checkpoints = LocalCheckpoints | RemoteCheckpoints
+
+
+def checkpoints_at(location: str, *, timeout: float) -> Checkpoints:
+    """Return the checkpoints in a folder or store, whose failed requests are repeated for `timeout` seconds."""
+    if is_url(location):
+        return RemoteCheckpoints(location, timeout=timeout)
+    return LocalCheckpoints(Path(location).expanduser())
+
+
+def newest_that_passes(checkpoints: Sequence[Checkpoint], check: Callable[[Checkpoint], None]) -> Checkpoint | None:
     """Find the newest of checkpoints, oldest first, that passes a check; the damaged ones that are skipped are logged.
 
     The check raises a `DataError` for a damaged one.
