@@ -46,23 +46,18 @@ def find_damage(path: Path) -> str | None:
         return "it is incomplete"
     try:
         if path.is_dir():
-            return _find_short_file(path)
+            for file, end in sorted(stored_files(read_index(path)).items()):
+                if not (path / file).is_file():
+                    return f"{file} is missing"
+                if (size := (path / file).stat().st_size) < end:
+                    return f"{file} has {size:,} of at least {end:,} bytes"
+            return None
         with zipfile.ZipFile(path) as archive:
             return None if any(name.endswith("/data.pkl") for name in archive.namelist()) else "it holds no state"
     except UnsafeCheckpointError:
         raise
     except (DataError, zipfile.BadZipFile, OSError) as error:
         return str(error)
-
-
-def _find_short_file(checkpoint: Path) -> str | None:
-    for file, end in sorted(stored_files(read_index(checkpoint)).items()):
-        path = checkpoint / file
-        if not path.is_file():
-            return f"{file} is missing"
-        if (size := path.stat().st_size) < end:
-            return f"{file} has {size:,} of at least {end:,} bytes"
-    return None
 
 
 def is_complete(checkpoint: Path | RemoteCheckpoint) -> bool:

@@ -210,19 +210,26 @@ def _finish_upload(folder: Path, remote: RemoteCheckpoints) -> None:
 
     To be called by all ranks. Each node uploads the files that it has: each rank's file may be on its own node only.
     """
-    local = on_first_rank(lambda: _newest_to_upload(folder, remote), takes_long=True)
+
+    def find_newest() -> Path | None:
+        stored = {found.name for found in remote.present() if found.is_complete}
+        written = [path for path in list_checkpoints(folder) if _is_written(path)]
+        return written[-1] if written and written[-1].name not in stored else None
+
+    def finish_upload(local: Path) -> None:
+        if missing := remote.find_missing(local):
+            log.warning("checkpoint %s is not uploaded and dropped: no node has %s", local, missing)
+        else:
+            log.info("uploading %s, which an earlier start has written", local)
+            remote.finish_upload(local)
+
+    local = on_first_rank(find_newest, takes_long=True)
     if local is not None:
         agree(lambda: remote.upload_parts(local) if local_rank() == 0 else None, takes_long=True)
-        on_first_rank(lambda: _finish_upload_of(local, remote), takes_long=True)
+        on_first_rank(lambda: finish_upload(local), takes_long=True)
     if local_rank() == 0:
         for path in list_checkpoints(folder):
             remove_copy(path)
-
-
-def _newest_to_upload(folder: Path, remote: RemoteCheckpoints) -> Path | None:
-    stored = {found.name for found in remote.present() if found.is_complete}
-    written = [path for path in list_checkpoints(folder) if _is_written(path)]
-    return written[-1] if written and written[-1].name not in stored else None
 
 
 def _is_written(path: Path) -> bool:
@@ -231,14 +238,6 @@ def _is_written(path: Path) -> bool:
         return bool(read_index(path).storage_data) if path.is_dir() else is_complete(path)
     except DataError:
         return False
-
-
-def _finish_upload_of(local: Path, remote: RemoteCheckpoints) -> None:
-    if missing := remote.find_missing(local):
-        log.warning("checkpoint %s is not uploaded and dropped: no node has %s", local, missing)
-    else:
-        log.info("uploading %s, which an earlier start has written", local)
-        remote.finish_upload(local)
 
 
 # Changed settings
