@@ -173,7 +173,15 @@ def resolve_checkpoint(location: str) -> Path:
         MachineError: the store cannot be read.
     """
     found = locate_checkpoint(location, timeout=READ_TIMEOUT)
-    return found if isinstance(found, Path) else _download(found)
+    if isinstance(found, Path):
+        return found
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "diffusion"
+    remote = RemoteCheckpoints(found.uri.rpartition("/")[0], timeout=READ_TIMEOUT)
+    path = remote.download(found, cache / found.identity)
+    if damage := find_damage(path):
+        remove_copy(path)
+        raise DataError(f"checkpoint {found} is damaged: {damage}")
+    return path
 
 
 def locate_checkpoint(location: str, *, timeout: float) -> Path | RemoteCheckpoint:
@@ -206,13 +214,3 @@ def _find_remote(uri: str, timeout: float) -> RemoteCheckpoint:
     if not whole:
         raise ConfigurationError(f"{uri} holds no complete checkpoint: give s3://bucket/prefix of a run's checkpoints")
     return whole[-1]
-
-
-def _download(found: RemoteCheckpoint) -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "diffusion"
-    remote = RemoteCheckpoints(found.uri.rpartition("/")[0], timeout=READ_TIMEOUT)
-    path = remote.download(found, cache / found.identity)
-    if damage := find_damage(path):
-        remove_copy(path)
-        raise DataError(f"checkpoint {found} is damaged: {damage}")
-    return path

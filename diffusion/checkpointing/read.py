@@ -15,6 +15,7 @@ import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -73,32 +74,20 @@ class _Sealed(type):
         raise pickle.UnpicklingError(f"{cls.__name__}.{name} must not be assigned")
 
 
-def _sealed(make: Callable[..., Any]) -> type:
+def _sealed(make: Callable[..., Any], name: str = "") -> type:
     """Make a class whose calls return what `make` returns, in the place of a class or function of the index."""
-    return _Sealed(make.__name__, (), {"__new__": lambda cls, *arguments: make(*arguments)})
+    return _Sealed(name or make.__name__, (), {"__new__": lambda cls, *arguments: make(*arguments)})
 
 
-def _sealed_dataclass(kind: type) -> type:
-    """Make a class whose new objects are empty ones of `kind`, which the pickle fills."""
-    return _Sealed(kind.__name__, (), {"__new__": lambda cls: object.__new__(kind)})
+_FILLED = (
+    *(index_classes.Metadata, index_classes.MetadataIndex, StorageMeta, index_classes.TensorProperties),
+    *(TensorStorageMetadata, index_classes.BytesStorageMetadata, index_classes.ChunkStorageMetadata, _StorageInfo),
+)
+"""Dataclasses whose empty objects the pickle fills."""
 
-
-_METADATA = index_classes.__name__
 _INDEX_CLASSES = {
-    **{
-        (_METADATA, name): _sealed_dataclass(getattr(index_classes, name))
-        for name in (
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-        )
-    },
-    (_METADATA, "_MEM_FORMAT_ENCODING"): _sealed(index_classes._MEM_FORMAT_ENCODING),
-    (_StorageInfo.__module__, "_StorageInfo"): _sealed_dataclass(_StorageInfo),
+    **{(kind.__module__, kind.__name__): _sealed(partial(object.__new__, kind), kind.__name__) for kind in _FILLED},
+    (index_classes.__name__, "_MEM_FORMAT_ENCODING"): _sealed(index_classes._MEM_FORMAT_ENCODING),
     ("torch.serialization", "_get_layout"): _sealed(_get_layout),
     ("torch", "Size"): _sealed(torch.Size),
     **{

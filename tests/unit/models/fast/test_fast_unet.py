@@ -240,7 +240,7 @@ def process_group():
 
 
 def shard(unet: UNet2DConditionModel, precision: Precision = Precision.FP32) -> UNet2DConditionModel:
-    """What Composer does with the model's only child."""
+    """Shard a U-Net as Composer shards the model's only child."""
     holder = nn.Module()
     holder.unet = unet
     settings = fsdp_config(TrainerConfig(precision=TrainPrecision(precision.value)))
