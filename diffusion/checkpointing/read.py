@@ -13,7 +13,7 @@ import re
 import warnings
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -246,7 +246,14 @@ def check_bytes(checkpoint: Path) -> None:
         DataError: its bytes have changed.
     """
     if checkpoint.is_dir():
-        _check_checksums(checkpoint, {CHECKPOINT_INDEX, *stored_files(read_index(checkpoint))})
+        names = sorted({CHECKPOINT_INDEX, *stored_files(read_index(checkpoint))})
+        stored = read_checksums(checkpoint)
+        if missing := [name for name in names if name not in stored]:
+            raise DataError(f"{checkpoint / CHECKSUMS} has no checksum of {missing[0]}")
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            for name, checksum in zip(names, pool.map(lambda name: _checksum(checkpoint / name), names), strict=True):
+                if checksum != stored[name]:
+                    raise DataError(f"{checkpoint / name} does not have its checksum: its bytes have changed")
         return
     try:
         with zipfile.ZipFile(checkpoint) as archive:
@@ -266,17 +273,6 @@ def read_checksums(folder: Path) -> dict[str, str]:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-
-
-def _check_checksums(folder: Path, files: Iterable[str]) -> None:
-    """Read files entirely, several at a time, and compare them with their checksums."""
-    stored, names = read_checksums(folder), sorted(files)
-    if missing := [name for name in names if name not in stored]:
-        raise DataError(f"{folder / CHECKSUMS} has no checksum of {missing[0]}")
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        for name, checksum in zip(names, pool.map(lambda name: _checksum(folder / name), names), strict=True):
-            if checksum != stored[name]:
-                raise DataError(f"{folder / name} does not have its checksum: its bytes have changed")
 
 
 def _checksum(path: Path) -> str:
