@@ -14,15 +14,18 @@ from torchmetrics import Metric
 from diffusion.config.model import AutoencoderConfig
 from diffusion.datasets.batch import BatchKey
 from diffusion.models.autoencoder import (
+    VALIDATED,
     PatchDiscriminator,
     Reconstruction,
+    Transformation,
     adversarial_losses,
+    draw_transformation,
     load_perceptual,
     psnr,
     to_pixels,
+    transform,
     zero_losses,
 )
-from diffusion.models.equivariance import VALIDATED, Transformation, draw_transformation, transform
 from diffusion.models.latent_diffusion import LatentDiffusion, Prediction, squared_error
 from diffusion.models.latents import TrainedVAE, latent_space
 from diffusion.models.metrics import ValidationMean, validation_means

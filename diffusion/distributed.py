@@ -65,10 +65,15 @@ def num_cores() -> int:
     return cores if quota == "max" else min(cores, math.ceil(int(quota) / int(period)))
 
 
+def _process_group() -> Any:
+    """torch.distributed if there is a process group, without importing it; else None."""
+    dist: Any = sys.modules.get("torch.distributed")
+    return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
+
+
 def has_process_group() -> bool:
     """Return whether torch.distributed is in use, without importing it."""
-    dist: Any = sys.modules.get("torch.distributed")
-    return dist is not None and dist.is_available() and dist.is_initialized()
+    return _process_group() is not None
 
 
 def start_process_group() -> None:
@@ -86,18 +91,14 @@ def is_first_rank() -> bool:
 
 def barrier() -> None:
     """Wait for all ranks."""
-    if has_process_group():
-        import torch.distributed as dist
-
+    if (dist := _process_group()) is not None:
         dist.barrier()
 
 
 def broadcast(value: T) -> T:
     """Return the value of rank 0 on all ranks."""
-    if not has_process_group():
+    if (dist := _process_group()) is None:
         return value
-    import torch.distributed as dist
-
     values: list[Any] = [value]
     dist.broadcast_object_list(values)
     return values[0]
@@ -105,10 +106,8 @@ def broadcast(value: T) -> T:
 
 def gather(value: T) -> list[T]:
     """Return the values of all ranks in their order on the first rank, an empty list on the others."""
-    if not has_process_group():
+    if (dist := _process_group()) is None:
         return [value]
-    import torch.distributed as dist
-
     values: list[Any] = [None] * world_size()
     dist.gather_object(value, values if is_first_rank() else None)
     return values if is_first_rank() else []
@@ -157,10 +156,8 @@ def agree(step: Callable[[], T], *, takes_long: bool = False, group: Any = None)
             raised; its message names the failing ranks unless all have the same message.
         StepFailedElsewhereError: the step raised another exception than a `UserError`, on other ranks only.
     """
-    if not has_process_group():
+    if (dist := _process_group()) is None:
         return step()
-    import torch.distributed as dist
-
     group = _long_group(dist.group.WORLD) if takes_long else group
     result: Any = None
     failure: BaseException | None = None
@@ -180,12 +177,11 @@ def agree(step: Callable[[], T], *, takes_long: bool = False, group: Any = None)
         if failure is not None and not isinstance(failure, UserError):
             failure.is_agreed = True  # pyright: ignore[reportAttributeAccessIssue]
             raise failure
-    failures = {number: (kind, message) for number, entry in enumerate(reports) if entry for kind, message in [entry]}
-    mistakes = {number: (kind, message) for number, (kind, message) in failures.items() if kind is not None}
+    failures = {number: entry for number, entry in enumerate(reports) if entry is not None}
+    mistakes = {number: message for number, (kind, message) in failures.items() if kind is not None}
     if mistakes:
-        kind = next(iter(mistakes.values()))[0]
-        assert kind is not None
-        error = kind(_joined_message({number: text for number, (_, text) in mistakes.items()}, len(reports)))
+        kind: Any = failures[min(mistakes)][0]
+        error = kind(_joined_message(mistakes, len(reports)))
         error.is_agreed = True
         raise error
     if failures:

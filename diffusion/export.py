@@ -121,34 +121,32 @@ def export(
         DataError: an input is damaged.
         MachineError: `out` cannot be written, or the hub is not available.
     """
+    is_file, is_lora, scores = out.suffix == ".safetensors", lora_only or layout is ExportLayout.kohya, scores or {}
     if out.exists():
         raise ConfigurationError(f"{out} exists: remove it, or choose another path")
-    if layout is not ExportLayout.diffusers and out.suffix != ".safetensors":
+    if layout is not ExportLayout.diffusers and not is_file:
         raise ConfigurationError(f"{out}: the layout {layout.value} is one file, called FILE.safetensors")
-    if lora_only and (
-        layout is ExportLayout.ldm or (layout is ExportLayout.diffusers and out.suffix == ".safetensors")
-    ):
+    if lora_only and (layout is ExportLayout.ldm or (layout is ExportLayout.diffusers and is_file)):
         raise ConfigurationError(f"{out}: LoRA alone is a folder, or one file in the layout kohya")
     if prepared is not None:
         PreparedManifest.read(prepared)  # Before the weights, which take minutes.
     trained = read_trained(path, weights=weights, paths=paths)
     config = trained.config
-    component = ARCHITECTURES[config.model.architecture].component
-    unnamed = [one.name_in_exports for one in find_ingredients(config.model) if one.name_in_exports]
+    component, ingredients = ARCHITECTURES[config.model.architecture].component, find_ingredients(config.model)
+    unnamed = [one.name_in_exports for one in ingredients if one.name_in_exports]
     if layout is not ExportLayout.diffusers:
         unnamed += ["a transformer"] if component != "unet" else []
         unnamed += ["a language model"] if config.model.text_encoder.path is not None else []
-    if out.suffix == ".safetensors" and unnamed:
+    if is_file and unnamed:
         raise ConfigurationError(
             f"{path} has {unnamed[0]}, for which one file in the layout {layout.value} has no names: export a folder"
         )
-    if (lora_only or layout is ExportLayout.kohya) and not has_lora(trained.weights):
+    if is_lora and not has_lora(trained.weights):
         raise ConfigurationError(f"{path} was trained without model.lora: export it as a whole")
     if lora_only and component == "transformer":
         raise ConfigurationError(f"{path} is a transformer, for which diffusers loads no LoRA: export it as a whole")
-    is_lora, scores = lora_only or layout is ExportLayout.kohya, scores or {}
-    ways = ("merged", "exported") if out.suffix == ".safetensors" else ("merged", "exported", "write")
-    for one in () if is_lora else map(type, find_ingredients(config.model)):
+    ways = ("merged", "exported") if is_file else ("merged", "exported", "write")
+    for one in () if is_lora else map(type, ingredients):
         is_used = not one.serves_training_only and (one.part or one.condition is not Ingredient.condition)
         if is_used and all(getattr(one, way) is getattr(Ingredient, way) for way in ways):
             raise ConfigurationError(
@@ -164,13 +162,16 @@ def export(
     if repository:
         create_repository(repository)
     run = trained
-    if not is_lora:
-        trained = _without_ingredients(trained, scores)
+    if not is_lora:  # The network needs no ingredients in sampling then.
+        network, merged = _meta_network(config.model), trained.merged
+        for ingredient in ingredients:
+            merged = ingredient.exported(merged, network, scores)
+        trained = replace(trained, weights=merged)
     licences = licences or Licences()
     with explained_writes(out, "Choose another folder"):
         out.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(out) as partial:
-            if out.suffix == ".safetensors":
+            if is_file:
                 save_file(_single_file(trained, layout), partial, _metadata(trained, licences))
                 return
             partial.mkdir(parents=True)
@@ -197,24 +198,17 @@ def export(
                 write_lora(partial, trained.part(component), config.model.lora)
 
 
-def _without_ingredients(trained: Trained, scores: Mapping[str, float]) -> Trained:
-    """Return weights whose network needs no ingredients in sampling."""
-    config, weights = trained.config.model, trained.merged
+def _meta_network(config: ModelConfig) -> Network:
     with torch.device("meta"):
-        network = build_network(config)
-    for ingredient in find_ingredients(config):
-        weights = ingredient.exported(weights, network, scores)
-    return replace(trained, weights=weights)
+        return build_network(config)
 
 
 def _single_file(trained: Trained, layout: ExportLayout) -> dict[str, Tensor]:
     config = trained.config
     spec = ARCHITECTURES[config.model.architecture]
     if layout is ExportLayout.kohya:
-        assert config.model.lora is not None
-        with torch.device("meta"):
-            network = build_network(config.model)
-        assert isinstance(network, UNet2DConditionModel)
+        network = _meta_network(config.model)
+        assert config.model.lora is not None and isinstance(network, UNet2DConditionModel)
         names = unet_names(network) if spec.text_encoder_2 is not None else {}
         return kohya_layout(trained.part(spec.component), config.model.lora, names)
     if layout is ExportLayout.diffusers:
@@ -234,9 +228,7 @@ def _single_file(trained: Trained, layout: ExportLayout) -> dict[str, Tensor]:
 
 def _parts(trained: Trained) -> tuple[Network, FrozenParts]:
     """Network and frozen parts; the default size of images is that of training."""
-    config = trained.config
-    with torch.device("meta"):
-        network = build_network(config.model)
+    config, network = trained.config, _meta_network(trained.config.model)
     spec = ARCHITECTURES[config.model.architecture]
     network.load_state_dict(trained.part(spec.component), assign=True)
     frozen = _frozen_parts(trained)

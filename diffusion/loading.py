@@ -120,13 +120,7 @@ def read_trained(path: str | Path, *, weights: str = "raw", paths: FrozenPaths |
         ConfigurationError: there is no checkpoint, or it has ingredients that the user has not named.
         DataError: it is damaged, or holds no average.
     """
-    paths = paths or FrozenPaths()
-    trained = _read_trained(path, weights, paths)
-    return replace(trained, config=replace(trained.config, model=paths.applied(trained.config.model)))
-
-
-def _read_trained(path: str | Path, weights: str, paths: FrozenPaths) -> Trained:
-    file = Path(path).expanduser()
+    paths, file = paths or FrozenPaths(), Path(path).expanduser()
     is_average = file.suffix == AVERAGE_SUFFIX
     if is_pipeline(file):
         raise ConfigurationError(
@@ -138,6 +132,7 @@ def _read_trained(path: str | Path, weights: str, paths: FrozenPaths) -> Trained
     if config.task is not Task.diffusion:
         raise ConfigurationError(f"{path} is a run of {config.task.value}, whose result is exported already: RUN/vae")
     paths.check_ingredients(config.model, str(checkpoint))
+    now = replace(config, model=paths.applied(config.model))
     if is_average:
         average, identities = read_safetensors(file), {}
         needs_rest = any(ingredient.freezes_weights for ingredient in find_ingredients(config.model))
@@ -146,10 +141,10 @@ def _read_trained(path: str | Path, weights: str, paths: FrozenPaths) -> Trained
             identities = read_identities(checkpoint)
             if needs_rest or config.model.ingredients:  # The average has trained weights only, and no buffers.
                 average = read_weights(checkpoint, "raw") | average
-        return Trained(path=file, config=config, weights=average, identities=identities)
+        return Trained(path=file, config=now, weights=average, identities=identities)
     return Trained(
         path=checkpoint,
-        config=config,
+        config=now,
         weights=read_weights(checkpoint, weights),
         label=weights,
         identities=read_identities(checkpoint),
@@ -307,10 +302,12 @@ def absent_weights(config: Config) -> dict[str, str]:
         if not is_used(key, config.task) or key in unread:
             continue
         try:
-            if key == "init_from.checkpoint" and config.task is Task.diffusion and not is_pipeline(source):
-                _check_initial(source)
-            elif key == "autoencoder.vgg_weights":
-                _check_file(source)
+            is_initial = key == "init_from.checkpoint" and config.task is Task.diffusion
+            if key == "autoencoder.vgg_weights" or (is_initial and is_single_file(source)):
+                if not Path(source).expanduser().is_file():
+                    absent[key] = f"there is no file {source}"
+            elif is_initial and not is_pipeline(source):
+                locate_checkpoint(source, timeout=0)
             else:
                 from_hub = key in ("model.pretrained", "model.vae") and not config.model.local_files_only
                 check_exists(source, local_files_only=not from_hub)
@@ -327,18 +324,6 @@ def _has_begun(config: Config) -> bool:
     with suppress(UserError):  # Checks of the store say why it does not answer.
         return location is not None and is_url(location) and bool(RemoteCheckpoints(location, timeout=0).present())
     return False
-
-
-def _check_initial(source: str) -> None:
-    if is_single_file(source):
-        _check_file(source)
-    else:
-        locate_checkpoint(source, timeout=0)
-
-
-def _check_file(source: str) -> None:
-    if not Path(source).expanduser().is_file():
-        raise ConfigurationError(f"there is no file {source}")
 
 
 def _config_beside(file: Path) -> Path:

@@ -17,8 +17,15 @@ from composer.utils import create_interval_scheduler, dist, reproducibility
 from torch.distributed.checkpoint.api import CheckpointException
 
 from diffusion.callbacks.guards import LossGuard
-from diffusion.checkpointing.find import find_damage, is_complete, read_damaged, write_damaged
-from diffusion.checkpointing.layout import list_checkpoints, remove_checkpoint, remove_copy, superseded
+from diffusion.checkpointing.find import (
+    Checkpoints,
+    LocalCheckpoints,
+    find_damage,
+    is_complete,
+    read_damaged,
+    write_damaged,
+)
+from diffusion.checkpointing.layout import remove_checkpoint, remove_copy, superseded
 from diffusion.checkpointing.read import load_safely
 from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.checkpointing.save import HostCopy, write_file, write_sharded
@@ -205,26 +212,22 @@ class SaveCheckpoints(Callback):
         """Remove the checkpoints that a new one supersedes."""
         remote = self.remote
         self.last_saved = str(path) if remote is None else remote.uri_of(path.name)
-        location = str(self.local) if remote is None else remote.uri
+        kept: Checkpoints = remote or LocalCheckpoints(self.local)
         try:
-            damaged = read_damaged(location)
+            damaged = read_damaged(kept.uri)
             if path.name in damaged:  # It is written anew.
                 damaged.remove(path.name)
-                write_damaged(location, damaged)
+                write_damaged(kept.uri, damaged)
             if self.newest is None:
                 return
-            uploaded = {Path(found.name): found for found in remote.present()} if remote is not None else {}
 
-            def is_whole(one: Path) -> bool:
-                return one.name not in damaged and (uploaded[one].is_complete if uploaded else is_complete(one))
+            def is_whole(one: Any) -> bool:
+                return one.name not in damaged and is_complete(one)
 
-            present = list_checkpoints(self.local) if remote is None else list(uploaded)
+            present: list[Any] = kept.present()
             for old in superseded(present, newest=self.newest, every=self.every, is_whole=is_whole):
-                log.info("removing %s", uploaded.get(old, old))
-                if remote is None:
-                    _remove(old)
-                else:
-                    remote.remove(uploaded[old])
+                log.info("removing %s", old)
+                _remove(old) if remote is None else remote.remove(old)
         except UserError as error:
             log.warning("older checkpoints cannot be removed: %s", error)
 

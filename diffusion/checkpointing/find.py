@@ -8,19 +8,26 @@ import os
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from diffusion import storage
-from diffusion.checkpointing.layout import CHECKPOINT_INDEX, batch_of, is_half_written, list_checkpoints, remove_copy
+from diffusion.checkpointing.layout import (
+    CHECKPOINT_INDEX,
+    Checkpoint,
+    batch_of,
+    is_half_written,
+    list_checkpoints,
+    remove_checkpoint,
+    remove_copy,
+)
 from diffusion.checkpointing.read import UnsafeCheckpointError, check_bytes, check_safe, read_index, stored_files
 from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoint, RemoteCheckpoints
-from diffusion.errors import ConfigurationError, DataError
+from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.files import PARTIAL
 from diffusion.formats.run_folder import CHECKPOINTS, checkpoint_folder
 from diffusion.storage import is_url, join
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 DAMAGED = "damaged.json"
 """Names of checkpoints that a start has read and found damaged, beside them in their folder or store."""
@@ -39,7 +46,12 @@ def find_damage(path: Path) -> str | None:
         return "it is incomplete"
     try:
         if path.is_dir():
-            return _find_short_file(path)
+            for file, end in sorted(stored_files(read_index(path)).items()):
+                if not (path / file).is_file():
+                    return f"{file} is missing"
+                if (size := (path / file).stat().st_size) < end:
+                    return f"{file} has {size:,} of at least {end:,} bytes"
+            return None
         with zipfile.ZipFile(path) as archive:
             return None if any(name.endswith("/data.pkl") for name in archive.namelist()) else "it holds no state"
     except UnsafeCheckpointError:
@@ -48,19 +60,9 @@ def find_damage(path: Path) -> str | None:
         return str(error)
 
 
-def _find_short_file(checkpoint: Path) -> str | None:
-    for file, end in sorted(stored_files(read_index(checkpoint)).items()):
-        path = checkpoint / file
-        if not path.is_file():
-            return f"{file} is missing"
-        if (size := path.stat().st_size) < end:
-            return f"{file} has {size:,} of at least {end:,} bytes"
-    return None
-
-
-def is_complete(path: Path) -> bool:
+def is_complete(checkpoint: Path | RemoteCheckpoint) -> bool:
     """Return whether a checkpoint is whole."""
-    return find_damage(path) is None
+    return checkpoint.is_complete if isinstance(checkpoint, RemoteCheckpoint) else find_damage(checkpoint) is None
 
 
 def check_checkpoint(path: Path) -> None:
@@ -100,7 +102,47 @@ def find_checkpoints(folder: Path) -> list[Path]:
     return [path for path in list_checkpoints(folder) if is_complete(path)]
 
 
-def newest_that_passes(checkpoints: Sequence[T], check: Callable[[T], None]) -> T | None:
+class LocalCheckpoints:
+    """The checkpoints of one run in a folder, as `RemoteCheckpoints` has those in a store.
+
+    A MachineError says that one cannot be removed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.uri = folder, str(folder)
+
+    def present(self) -> list[Any]:
+        """List the paths of all checkpoints, complete or not, oldest first."""
+        return list_checkpoints(self.folder)
+
+    def remove(self, checkpoint: Any) -> None:
+        """Remove a checkpoint, its index first."""
+        try:
+            remove_checkpoint(checkpoint)
+        except OSError as error:
+            raise MachineError(f"{error.filename} cannot be removed: {error.strerror}. Remove it") from error
+
+    def remove_half_written(self) -> None:
+        """Remove what interrupted saves have left."""
+        for path in self.present():
+            if is_half_written(path):
+                log.warning("removing %s, which is incomplete", path)
+                self.remove(path)
+        for path in self.folder.glob(f"*ep*.pt{PARTIAL}"):
+            self.remove(path)
+
+
+Checkpoints = LocalCheckpoints | RemoteCheckpoints
+
+
+def checkpoints_at(location: str, *, timeout: float) -> Checkpoints:
+    """Return the checkpoints in a folder or store, whose failed requests are repeated for `timeout` seconds."""
+    if is_url(location):
+        return RemoteCheckpoints(location, timeout=timeout)
+    return LocalCheckpoints(Path(location).expanduser())
+
+
+def newest_that_passes(checkpoints: Sequence[Checkpoint], check: Callable[[Checkpoint], None]) -> Checkpoint | None:
     """Find the newest of checkpoints, oldest first, that passes a check; the damaged ones that are skipped are logged.
 
     The check raises a `DataError` for a damaged one.
@@ -131,7 +173,15 @@ def resolve_checkpoint(location: str) -> Path:
         MachineError: the store cannot be read.
     """
     found = locate_checkpoint(location, timeout=READ_TIMEOUT)
-    return found if isinstance(found, Path) else _download(found)
+    if isinstance(found, Path):
+        return found
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "diffusion"
+    remote = RemoteCheckpoints(found.uri.rpartition("/")[0], timeout=READ_TIMEOUT)
+    path = remote.download(found, cache / found.identity)
+    if damage := find_damage(path):
+        remove_copy(path)
+        raise DataError(f"checkpoint {found} is damaged: {damage}")
+    return path
 
 
 def locate_checkpoint(location: str, *, timeout: float) -> Path | RemoteCheckpoint:
@@ -164,13 +214,3 @@ def _find_remote(uri: str, timeout: float) -> RemoteCheckpoint:
     if not whole:
         raise ConfigurationError(f"{uri} holds no complete checkpoint: give s3://bucket/prefix of a run's checkpoints")
     return whole[-1]
-
-
-def _download(found: RemoteCheckpoint) -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "diffusion"
-    remote = RemoteCheckpoints(found.uri.rpartition("/")[0], timeout=READ_TIMEOUT)
-    path = remote.download(found, cache / found.identity)
-    if damage := find_damage(path):
-        remove_copy(path)
-        raise DataError(f"checkpoint {found} is damaged: {damage}")
-    return path

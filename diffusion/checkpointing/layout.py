@@ -5,16 +5,15 @@ holds a file of each rank (`__0_0.distcp`), their checksums and an index, which 
 archive, which ends with its table of contents. So an incomplete checkpoint is recognised without being read.
 """
 
-import logging
 import math
 import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
-from diffusion.files import PARTIAL
-
-log = logging.getLogger(__name__)
+Checkpoint = TypeVar("Checkpoint")
+"""A path, or a checkpoint in a store."""
 
 CHECKPOINT_INDEX = ".metadata"
 CHECKSUMS, CHECKSUM_KIND = "checksums.json", "xxh64"
@@ -22,9 +21,9 @@ CHECKSUMS, CHECKSUM_KIND = "checksums.json", "xxh64"
 _NAME = re.compile(r"ep(\d+)-ba(\d+)(\.pt)?")
 
 
-def batch_of(path: Path) -> int:
-    """The number of steps in a checkpoint's name, -1 if the name is not a checkpoint's."""
-    match = _NAME.fullmatch(path.name)
+def batch_of(checkpoint: Any) -> int:
+    """The number of steps in the name of a path or remote checkpoint, -1 if the name is not a checkpoint's."""
+    match = _NAME.fullmatch(checkpoint.name)
     return int(match.group(2)) if match else -1
 
 
@@ -52,16 +51,6 @@ def remove_checkpoint(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def remove_half_written(folder: Path) -> None:
-    """Remove what interrupted saves have left in a run's `checkpoints` folder."""
-    for path in list_checkpoints(folder):
-        if is_half_written(path):
-            log.warning("removing %s, which is incomplete", path)
-            remove_checkpoint(path)
-    for path in folder.glob(f"*ep*.pt{PARTIAL}"):
-        path.unlink(missing_ok=True)
-
-
 def remove_copy(path: Path) -> None:
     """Remove a copy of a checkpoint, as far as that is possible."""
     if path.is_dir():
@@ -74,8 +63,8 @@ def remove_copy(path: Path) -> None:
 
 
 def superseded(
-    checkpoints: Sequence[Path], *, newest: int, every: float | None, is_whole: Callable[[Path], bool]
-) -> list[Path]:
+    checkpoints: Sequence[Checkpoint], *, newest: int, every: float | None, is_whole: Callable[[Checkpoint], bool]
+) -> list[Checkpoint]:
     """Select the checkpoints that may be removed.
 
     Args:
@@ -90,7 +79,7 @@ def superseded(
         remaining -= is_whole(checkpoints[position])
     if remaining:
         return []
-    steps = [batch_of(path) for path in checkpoints]
+    steps = [batch_of(one) for one in checkpoints]
     return [checkpoints[i] for i in _superseded_positions(steps, num_replaceable=position, every=every)]
 
 

@@ -13,8 +13,9 @@ import re
 import warnings
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -73,32 +74,20 @@ class _Sealed(type):
         raise pickle.UnpicklingError(f"{cls.__name__}.{name} must not be assigned")
 
 
-def _sealed(make: Callable[..., Any]) -> type:
+def _sealed(make: Callable[..., Any], name: str = "") -> type:
     """Make a class whose calls return what `make` returns, in the place of a class or function of the index."""
-    return _Sealed(make.__name__, (), {"__new__": lambda cls, *arguments: make(*arguments)})
+    return _Sealed(name or make.__name__, (), {"__new__": lambda cls, *arguments: make(*arguments)})
 
 
-def _sealed_dataclass(kind: type) -> type:
-    """Make a class whose new objects are empty ones of `kind`, which the pickle fills."""
-    return _Sealed(kind.__name__, (), {"__new__": lambda cls: object.__new__(kind)})
+_FILLED = (
+    *(index_classes.Metadata, index_classes.MetadataIndex, StorageMeta, index_classes.TensorProperties),
+    *(TensorStorageMetadata, index_classes.BytesStorageMetadata, index_classes.ChunkStorageMetadata, _StorageInfo),
+)
+"""Dataclasses whose empty objects the pickle fills."""
 
-
-_METADATA = index_classes.__name__
 _INDEX_CLASSES = {
-    **{
-        (_METADATA, name): _sealed_dataclass(getattr(index_classes, name))
-        for name in (
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-        )
-    },
-    (_METADATA, "_MEM_FORMAT_ENCODING"): _sealed(index_classes._MEM_FORMAT_ENCODING),
-    (_StorageInfo.__module__, "_StorageInfo"): _sealed_dataclass(_StorageInfo),
+    **{(kind.__module__, kind.__name__): _sealed(partial(object.__new__, kind), kind.__name__) for kind in _FILLED},
+    (index_classes.__name__, "_MEM_FORMAT_ENCODING"): _sealed(index_classes._MEM_FORMAT_ENCODING),
     ("torch.serialization", "_get_layout"): _sealed(_get_layout),
     ("torch", "Size"): _sealed(torch.Size),
     **{
@@ -257,7 +246,14 @@ def check_bytes(checkpoint: Path) -> None:
         DataError: its bytes have changed.
     """
     if checkpoint.is_dir():
-        _check_checksums(checkpoint, {CHECKPOINT_INDEX, *stored_files(read_index(checkpoint))})
+        names = sorted({CHECKPOINT_INDEX, *stored_files(read_index(checkpoint))})
+        stored = read_checksums(checkpoint)
+        if missing := [name for name in names if name not in stored]:
+            raise DataError(f"{checkpoint / CHECKSUMS} has no checksum of {missing[0]}")
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            for name, checksum in zip(names, pool.map(lambda name: _checksum(checkpoint / name), names), strict=True):
+                if checksum != stored[name]:
+                    raise DataError(f"{checkpoint / name} does not have its checksum: its bytes have changed")
         return
     try:
         with zipfile.ZipFile(checkpoint) as archive:
@@ -277,17 +273,6 @@ def read_checksums(folder: Path) -> dict[str, str]:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-
-
-def _check_checksums(folder: Path, files: Iterable[str]) -> None:
-    """Read files entirely, several at a time, and compare them with their checksums."""
-    stored, names = read_checksums(folder), sorted(files)
-    if missing := [name for name in names if name not in stored]:
-        raise DataError(f"{folder / CHECKSUMS} has no checksum of {missing[0]}")
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        for name, checksum in zip(names, pool.map(lambda name: _checksum(folder / name), names), strict=True):
-            if checksum != stored[name]:
-                raise DataError(f"{folder / name} does not have its checksum: its bytes have changed")
 
 
 def _checksum(path: Path) -> str:

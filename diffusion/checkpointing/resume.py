@@ -4,10 +4,10 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import yaml
 from composer import Event, Trainer
@@ -16,14 +16,17 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from diffusion.checkpointing.find import (
+    Checkpoints,
+    LocalCheckpoints,
     check_checkpoint,
     check_whole,
+    checkpoints_at,
     is_complete,
     newest_that_passes,
     read_damaged,
     write_damaged,
 )
-from diffusion.checkpointing.layout import batch_of, list_checkpoints, remove_copy, remove_half_written
+from diffusion.checkpointing.layout import batch_of, list_checkpoints, remove_copy
 from diffusion.checkpointing.read import AVERAGES, StoredState, check_safe, read_config, read_index
 from diffusion.checkpointing.remote import RemoteCheckpoint, RemoteCheckpoints
 from diffusion.config.checks import steps_of
@@ -33,7 +36,7 @@ from diffusion.config.resumption import Effect, effect_of
 from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import redact
 from diffusion.distributed import agree, local_rank, on_first_rank, rank
-from diffusion.errors import ConfigurationError, DataError, MachineError, explained_writes
+from diffusion.errors import ConfigurationError, DataError, explained_writes
 from diffusion.files import write_json
 from diffusion.formats.run_folder import (
     CHECKPOINTS,
@@ -47,8 +50,6 @@ from diffusion.formats.run_folder import (
 from diffusion.storage import is_url
 
 log = logging.getLogger(__name__)
-
-Found = TypeVar("Found", Path, RemoteCheckpoint)
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,18 @@ class CheckpointStorage:
     def downloads(self) -> Path:
         """Downloads of this node."""
         return self.run / DOWNLOADS / f"node-{dist.get_node_rank()}"
+
+    @property
+    def kept(self) -> Checkpoints:
+        """The checkpoints that stay: those of the store, if there is one."""
+        return self.remote or LocalCheckpoints(self.folder)
+
+    def fetched(self, checkpoint: Path | RemoteCheckpoint) -> Path:
+        """Path of a checkpoint on this node, downloaded if it is in the store."""
+        if isinstance(checkpoint, Path):
+            return checkpoint
+        assert self.remote is not None
+        return self.remote.download(checkpoint, self.downloads)
 
 
 def checkpoint_storage(config: Config, run: Path) -> CheckpointStorage:
@@ -95,20 +108,66 @@ def find_resumption(config: Config, storage: CheckpointStorage) -> str | None:
         DataError: it would run code, or all checkpoints are damaged.
         MachineError: half-written files cannot be removed, or the store cannot be used.
     """
+    remote = storage.remote
+    if remote is not None:
+        on_first_rank(remote.check_access, takes_long=True)
+        if config.trainer.autoresume:
+            _finish_upload(storage.folder, remote)
+    found = on_first_rank(lambda: _find_newest(config, storage), takes_long=True)
+    if found is None:
+        return None
+
+    def check_again() -> None:
+        """Check on another node, whose folder may be another one, what rank 0 has read in full."""
+        if local_rank() != 0 or rank() == 0:
+            return
+        if isinstance(found, Path):
+            check_whole(found)
+            check_safe(found)
+        else:
+            shutil.rmtree(storage.downloads, ignore_errors=True)
+            check_checkpoint(storage.fetched(found))
+
+    agree(check_again, takes_long=True)
+    if rank() == 0:
+        log.info("resuming from %s", found)
+    return str(found if isinstance(found, Path) else storage.downloads / found.name)
+
+
+def _find_newest(config: Config, storage: CheckpointStorage) -> Path | RemoteCheckpoint | None:
+    """Find the newest whole checkpoint, and record newer ones as damaged: later starts do not read them."""
+    kept = storage.kept
+    kept.remove_half_written()
+    present = kept.present()
+    check_beginning(config, storage, present)
+    if not config.trainer.autoresume:
+        return None
     if storage.remote is not None:
-        return _find_remote(config, storage, storage.remote)
-    path = on_first_rank(lambda: _find_local(config, storage), takes_long=True)
-    if path is not None:
-        agree(lambda: _check_again(path) if _is_first_of_another_node() else None, takes_long=True)
-        if rank() == 0:
-            log.info("resuming from %s", path)
-    return None if path is None else str(path)
+        shutil.rmtree(storage.downloads, ignore_errors=True)
 
+    def check(checkpoint: Path | RemoteCheckpoint) -> None:
+        path = storage.fetched(checkpoint)
+        try:
+            check_checkpoint(path)
+        except DataError:
+            if path != checkpoint:
+                remove_copy(path)
+            raise
 
-def _check_again(path: Path) -> None:
-    """Check on another node, whose folder may be another one, what rank 0 has read in full."""
-    check_whole(path)
-    check_safe(path)
+    newest = newest_that_passes(present, check)
+    if newest is not None:
+        known = read_damaged(kept.uri)
+        damaged = known.union(one.name for one in present[present.index(newest) + 1 :]) - {newest.name}
+        if damaged != known:
+            write_damaged(kept.uri, damaged)
+        path = newest if isinstance(newest, Path) else storage.downloads / newest.name
+        check_changes(config, path, str(newest))
+    elif present:
+        raise DataError(
+            f"all checkpoints in {kept.uri} are damaged, and the run would begin anew. Remove them if that is "
+            "intended, or restore a whole one"
+        )
+    return newest
 
 
 def remove_downloads(storage: CheckpointStorage) -> None:
@@ -119,129 +178,31 @@ def remove_downloads(storage: CheckpointStorage) -> None:
             shutil.rmtree(storage.downloads, ignore_errors=True)
 
 
-def _find_local(config: Config, storage: CheckpointStorage) -> Path | None:
-    folder = storage.folder
-    try:
-        remove_half_written(folder)
-    except OSError as error:
-        raise MachineError(f"{error.filename} cannot be removed: {error.strerror}. Remove it") from error
-    present = list_checkpoints(folder)
-    _check_beginning(config, storage.run, folder, present)
+def check_beginning(config: Config, storage: CheckpointStorage, present: Sequence[object]) -> None:
+    """Check that a run does not begin anew although there are checkpoints.
+
+    Raises:
+        ConfigurationError: a run that does not resume has some, whose numbers would be those of its own; or none are
+            `present`, but where an earlier start may have written them.
+    """
     if not config.trainer.autoresume:
-        return None
-    newest = _choose(str(folder), present, check_checkpoint)
-    if newest is not None:
-        check_changes(config, newest, str(newest))
-    return newest
-
-
-def _choose(location: str, present: Sequence[Found], check: Callable[[Found], None]) -> Found | None:
-    """Choose the newest whole one of the checkpoints in a folder or store; None for a new run."""
-    newest = newest_that_passes(present, check)
-    if newest is not None:
-        _record_damaged(location, [one.name for one in present[present.index(newest) + 1 :]], newest.name)
-    elif present:
-        raise DataError(
-            f"all checkpoints in {location} are damaged, and the run would begin anew. Remove them if that is "
-            "intended, or restore a whole one"
-        )
-    return newest
-
-
-def check_folder(config: Config, storage: CheckpointStorage) -> None:
-    """Raise a ConfigurationError if a run would begin anew although there are checkpoints, there or elsewhere."""
-    if storage.remote is None:
-        _check_beginning(config, storage.run, storage.folder, list_checkpoints(storage.folder))
-    else:
-        _check_beginning(config, storage.run, storage.remote.uri, storage.remote.present())
-
-
-def _check_beginning(config: Config, run: Path, location: Path | str, present: Sequence[object]) -> None:
-    if not config.trainer.autoresume:
-        _check_none(location, present)
-    elif not present:
-        _check_none_elsewhere(config, run)
-
-
-def _record_damaged(location: str, names: Sequence[str], newest: str) -> None:
-    """Let later starts, which resume from newer checkpoints and do not read these, know that they are damaged."""
-    known = read_damaged(location)
-    damaged = known.union(names) - {newest}
-    if damaged != known:
-        write_damaged(location, damaged)
-
-
-def _check_none(location: Path | str, present: Sequence[object]) -> None:
-    """Check that a run that does not resume has no checkpoints, whose numbers would be those of its own."""
-    if present:
-        raise ConfigurationError(
-            f"trainer.autoresume=false, but {location} has checkpoints (the newest is {present[-1]}): choose another "
-            "run_name, or remove them"
-        )
-
-
-def _check_none_elsewhere(config: Config, run: Path) -> None:
-    """Check that a run without checkpoints has none where an earlier start may have written them."""
-    recorded = checkpoint_folder(run) if (run / STARTS).is_file() else None  # Not of a start that failed before.
-    for location in {recorded, str(run / CHECKPOINTS)} - {None, config.trainer.checkpoint_folder}:
-        if is_url(location):
-            present = RemoteCheckpoints(location, timeout=config.trainer.store_timeout).present()
-        else:
-            present = list_checkpoints(Path(location).expanduser())
         if present:
             raise ConfigurationError(
-                f"trainer.checkpoint_folder={config.trainer.checkpoint_folder or 'null'} holds no checkpoint, but "
-                f"{location} does, and the run would begin anew. Copy them there, or set trainer.checkpoint_folder back"
+                f"trainer.autoresume=false, but {storage.kept.uri} has checkpoints (the newest is {present[-1]}): "
+                "choose another run_name, or remove them"
+            )
+        return
+    run, configured = storage.run, config.trainer.checkpoint_folder
+    recorded = checkpoint_folder(run) if (run / STARTS).is_file() else None  # Not of a start that failed before.
+    for location in set() if present else {recorded, str(run / CHECKPOINTS)} - {None, configured}:
+        if checkpoints_at(location, timeout=config.trainer.store_timeout).present():
+            raise ConfigurationError(
+                f"trainer.checkpoint_folder={configured or 'null'} holds no checkpoint, but {location} does, and the "
+                "run would begin anew. Copy them there, or set trainer.checkpoint_folder back"
             )
 
 
-def _is_first_of_another_node() -> bool:
-    return local_rank() == 0 and rank() != 0
-
-
-# From an object store
-
-
-def _find_remote(config: Config, storage: CheckpointStorage, remote: RemoteCheckpoints) -> str | None:
-    on_first_rank(remote.check_access, takes_long=True)
-    if config.trainer.autoresume:
-        _finish_upload(storage.folder, remote)
-    found = on_first_rank(lambda: _download_newest(config, storage, remote), takes_long=True)
-    if found is None:
-        return None
-    path = storage.downloads / found.name
-
-    def download() -> None:
-        if _is_first_of_another_node():
-            shutil.rmtree(storage.downloads, ignore_errors=True)
-            check_checkpoint(remote.download(found, storage.downloads))
-
-    agree(download, takes_long=True)
-    if rank() == 0:
-        log.info("resuming from %s", found)
-    return str(path)
-
-
-def _download_newest(config: Config, storage: CheckpointStorage, remote: RemoteCheckpoints) -> RemoteCheckpoint | None:
-    remote.remove_half_written()
-    present = remote.present()
-    _check_beginning(config, storage.run, remote.uri, present)
-    if not config.trainer.autoresume:
-        return None
-    shutil.rmtree(storage.downloads, ignore_errors=True)
-
-    def check(checkpoint: RemoteCheckpoint) -> None:
-        path = remote.download(checkpoint, storage.downloads)
-        try:
-            check_checkpoint(path)
-        except DataError:
-            remove_copy(path)
-            raise
-
-    newest = _choose(remote.uri, present, check)
-    if newest is not None:
-        check_changes(config, storage.downloads / newest.name, str(newest))
-    return newest
+# Uploads of an earlier start
 
 
 def _finish_upload(folder: Path, remote: RemoteCheckpoints) -> None:
@@ -249,19 +210,26 @@ def _finish_upload(folder: Path, remote: RemoteCheckpoints) -> None:
 
     To be called by all ranks. Each node uploads the files that it has: each rank's file may be on its own node only.
     """
-    local = on_first_rank(lambda: _newest_to_upload(folder, remote), takes_long=True)
+
+    def find_newest() -> Path | None:
+        stored = {found.name for found in remote.present() if found.is_complete}
+        written = [path for path in list_checkpoints(folder) if _is_written(path)]
+        return written[-1] if written and written[-1].name not in stored else None
+
+    def finish_upload(local: Path) -> None:
+        if missing := remote.find_missing(local):
+            log.warning("checkpoint %s is not uploaded and dropped: no node has %s", local, missing)
+        else:
+            log.info("uploading %s, which an earlier start has written", local)
+            remote.finish_upload(local)
+
+    local = on_first_rank(find_newest, takes_long=True)
     if local is not None:
         agree(lambda: remote.upload_parts(local) if local_rank() == 0 else None, takes_long=True)
-        on_first_rank(lambda: _finish_upload_of(local, remote), takes_long=True)
+        on_first_rank(lambda: finish_upload(local), takes_long=True)
     if local_rank() == 0:
         for path in list_checkpoints(folder):
             remove_copy(path)
-
-
-def _newest_to_upload(folder: Path, remote: RemoteCheckpoints) -> Path | None:
-    stored = {found.name for found in remote.present() if found.is_complete}
-    written = [path for path in list_checkpoints(folder) if _is_written(path)]
-    return written[-1] if written and written[-1].name not in stored else None
 
 
 def _is_written(path: Path) -> bool:
@@ -270,14 +238,6 @@ def _is_written(path: Path) -> bool:
         return bool(read_index(path).storage_data) if path.is_dir() else is_complete(path)
     except DataError:
         return False
-
-
-def _finish_upload_of(local: Path, remote: RemoteCheckpoints) -> None:
-    if missing := remote.find_missing(local):
-        log.warning("checkpoint %s is not uploaded and dropped: no node has %s", local, missing)
-    else:
-        log.info("uploading %s, which an earlier start has written", local)
-        remote.finish_upload(local)
 
 
 # Changed settings

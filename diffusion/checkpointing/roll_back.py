@@ -9,15 +9,14 @@ import logging
 import math
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
-from diffusion.checkpointing.layout import batch_of, list_checkpoints, remove_checkpoint
-from diffusion.checkpointing.remote import RemoteCheckpoints
-from diffusion.checkpointing.resume import CheckpointStorage, check_folder
+from diffusion.checkpointing.find import Checkpoints, LocalCheckpoints
+from diffusion.checkpointing.layout import Checkpoint, batch_of
+from diffusion.checkpointing.resume import CheckpointStorage, check_beginning
 from diffusion.config.operations import GuardConfig
 from diffusion.config.schema import Config
 from diffusion.distributed import agree, local_rank, on_first_rank, rank
-from diffusion.errors import MachineError, UserError
+from diffusion.errors import UserError
 from diffusion.formats.run_folder import Rollback, read_request, record_rollback
 
 log = logging.getLogger(__name__)
@@ -86,35 +85,27 @@ def roll_back(config: Config, storage: CheckpointStorage) -> None:
     rollback = on_first_rank(lambda: read_request(storage.run))
     if rollback is None:
         return
-    on_first_rank(lambda: check_folder(config, storage), takes_long=True)
+    on_first_rank(lambda: check_beginning(config, storage, storage.kept.present()), takes_long=True)
     keeps_all = config.trainer.keep_checkpoints == -1
     remote, limit = storage.remote, rollback.limit
     # Where checkpoints are uploaded, each node has files of its own.
     removes = rank() == 0 or (remote is not None and local_rank() == 0)
 
-    def remove_local() -> None:
-        try:
-            for path in _rejected(list_checkpoints(storage.folder), limit, keeps_all or remote is not None):
-                log.warning("removing %s for the rollback to at most %d steps", path, limit)
-                remove_checkpoint(path)
-        except OSError as error:
-            raise MachineError(f"{error.filename} cannot be removed: {error.strerror}. Remove it") from error
+    def remove(checkpoints: Checkpoints, may_begin_anew: bool) -> None:
+        for found in _rejected(checkpoints.present(), limit, may_begin_anew):
+            log.warning("removing %s for the rollback to at most %d steps", found, limit)
+            checkpoints.remove(found)
 
-    def remove_remote(remote: RemoteCheckpoints) -> None:
-        present = {Path(found.name): found for found in remote.present()}
-        for name in _rejected(list(present), limit, keeps_all):
-            log.warning("removing %s for the rollback to at most %d steps", present[name], limit)
-            remote.remove(present[name])
-
-    agree(lambda: remove_local() if removes else None, takes_long=True)
+    local = LocalCheckpoints(storage.folder)
+    agree(lambda: remove(local, keeps_all or remote is not None) if removes else None, takes_long=True)
     if remote is not None:
-        agree(lambda: remove_remote(remote) if rank() == 0 else None, takes_long=True)
+        agree(lambda: remove(remote, keeps_all) if rank() == 0 else None, takes_long=True)
     on_first_rank(lambda: record_rollback(storage.run, rollback))
 
 
-def _rejected(checkpoints: list[Path], limit: int, may_begin_anew: bool) -> list[Path]:
+def _rejected(checkpoints: Sequence[Checkpoint], limit: int, may_begin_anew: bool) -> list[Checkpoint]:
     """The checkpoints of more steps than the limit; newest first, so that an interruption leaves no gap."""
-    rejected = [path for path in checkpoints if batch_of(path) > limit]
+    rejected = [one for one in checkpoints if batch_of(one) > limit]
     if len(rejected) == len(checkpoints) and not may_begin_anew:
         rejected = rejected[1:]
     return rejected[::-1]

@@ -71,11 +71,6 @@ class LateStartEMA(Callback):
         self._swapped = False
         self._state: State | None = None
 
-    @property
-    def labels(self) -> str:
-        """Labels of the averages, in order, separated by blanks."""
-        return " ".join(profile.label for profile in self.profiles)
-
     def init(self, state: State, logger: Logger) -> None:
         """Keep the state for `state_dict`."""
         self._state = state
@@ -153,7 +148,8 @@ class LateStartEMA(Callback):
 
     def _contents(self, averages: list[dict[str, Tensor]], num_updates: int) -> dict[str, Any]:
         first, *others = averages
-        contents = {"labels": self.labels, "num_updates": num_updates, "averages": first}
+        labels = " ".join(profile.label for profile in self.profiles)
+        contents = {"labels": labels, "num_updates": num_updates, "averages": first}
         if others:  # A distributed checkpoint would keep an empty dictionary as an entry of its own.
             contents["others"] = {p.label: tensors for p, tensors in zip(self.profiles[1:], others, strict=True)}
         return contents

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoints
 from diffusion.ema.averaging import PowerFunction
-from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.errors import ConfigurationError, DataError, explained_writes
 from diffusion.files import atomic_path
 from diffusion.formats.run_folder import AVERAGES, RECONSTRUCTED
 
@@ -128,13 +128,10 @@ def write_average(folder: Path, record: AverageRecord, tensors: dict[str, Tensor
     path = folder / record.file_name
     # One entry only: the order of several is not defined.
     metadata = {_RECORD: json.dumps(asdict(record), sort_keys=True)}
-    try:
+    with explained_writes(path, "Make room and start the same command again"):
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_path(path) as partial:
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata)
-    except (SafetensorError, OSError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise MachineError(f"{path} cannot be written: {reason}. Make room and start the same command again") from error
     return path
 
 

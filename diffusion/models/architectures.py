@@ -210,44 +210,20 @@ TINY_XL = ArchitectureSpec(
     prediction_type=PredictionType.v_prediction,
 )
 
-TINY_TRANSFORMER = ArchitectureSpec(
-    component="transformer",
-    sample_size=8,
-    network={
+
+def _transformer(base: ArchitectureSpec, width: int, depth: int, *, head: int = 64) -> ArchitectureSpec:
+    """A transformer over the latents of another architecture, with its text encoder; heads are `head` wide."""
+    network = {
         "in_channels": 4,
         "patch_size": 2,
-        "context_in_dim": 64,
-        "hidden_size": 128,
+        "context_in_dim": base.text_width,
+        "hidden_size": width,
         "mlp_ratio": 3.5,
-        "num_heads": 4,
-        "depth": 6,
-        "axes_dim": (16, 16),
-    },
-    vae=TINY.vae,
-    text_encoder=TINY.text_encoder,
-    prediction_type=PredictionType.flow,
-)
-
-
-def _transformer(hidden_size: int, depth: int) -> ArchitectureSpec:
-    """A transformer over the latents of Stable Diffusion 2, with its text encoder; heads are 64 wide."""
-    return ArchitectureSpec(
-        component="transformer",
-        sample_size=64,
-        network={
-            "in_channels": 4,
-            "patch_size": 2,
-            "context_in_dim": 1024,
-            "hidden_size": hidden_size,
-            "mlp_ratio": 3.5,
-            "num_heads": hidden_size // 64,
-            "depth": depth,
-            "axes_dim": (32, 32),
-        },
-        vae=STABLE_DIFFUSION_2.vae,
-        text_encoder=STABLE_DIFFUSION_2.text_encoder,
-        prediction_type=PredictionType.flow,
-    )
+        "num_heads": width // head,
+        "depth": depth,
+        "axes_dim": (head // 2, head // 2),
+    }
+    return replace(base, component="transformer", network=network, prediction_type=PredictionType.flow)
 
 
 def _on_pixels(spec: ArchitectureSpec, *, resolution: int, patch_size: int, bottleneck: int) -> ArchitectureSpec:
@@ -256,14 +232,17 @@ def _on_pixels(spec: ArchitectureSpec, *, resolution: int, patch_size: int, bott
     return replace(spec, vae=None, sample_size=resolution, network=spec.network | patches)
 
 
+_TRANSFORMER_M, _TRANSFORMER_L = (_transformer(STABLE_DIFFUSION_2, *size) for size in ((1024, 12), (1792, 16)))
+_TINY_TRANSFORMER = _transformer(TINY, 128, 6, head=32)
+
 ARCHITECTURES = {
-    Architecture.transformer_s: _transformer(576, 10),
-    Architecture.transformer_m: _transformer(1024, 12),
-    Architecture.transformer_l: _transformer(1792, 16),
-    Architecture.tiny_transformer: TINY_TRANSFORMER,
-    Architecture.pixel_transformer_m: _on_pixels(_transformer(1024, 12), resolution=256, patch_size=16, bottleneck=128),
-    Architecture.pixel_transformer_l: _on_pixels(_transformer(1792, 16), resolution=256, patch_size=16, bottleneck=256),
-    Architecture.tiny_pixel_transformer: _on_pixels(TINY_TRANSFORMER, resolution=32, patch_size=4, bottleneck=16),
+    Architecture.transformer_s: _transformer(STABLE_DIFFUSION_2, 576, 10),
+    Architecture.transformer_m: _TRANSFORMER_M,
+    Architecture.transformer_l: _TRANSFORMER_L,
+    Architecture.tiny_transformer: _TINY_TRANSFORMER,
+    Architecture.pixel_transformer_m: _on_pixels(_TRANSFORMER_M, resolution=256, patch_size=16, bottleneck=128),
+    Architecture.pixel_transformer_l: _on_pixels(_TRANSFORMER_L, resolution=256, patch_size=16, bottleneck=256),
+    Architecture.tiny_pixel_transformer: _on_pixels(_TINY_TRANSFORMER, resolution=32, patch_size=4, bottleneck=16),
     Architecture.stable_diffusion_2: STABLE_DIFFUSION_2,
     Architecture.stable_diffusion_xl: STABLE_DIFFUSION_XL,
     Architecture.tiny: TINY,

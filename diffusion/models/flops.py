@@ -96,16 +96,23 @@ def count_flops(
         The operations; None for unknown block types, and for keys with values that are not in `COUNTED`.
     """
     before = [found for one in ingredients if (found := one.operations(num_tokens)) is not None]
-    is_text_trained = bool(before)
-    if "patch_size" in network:
-        counter = _TransformerFlops(network, height, width, num_tokens, is_text_trained, ingredients)
-        whole = _TransformerFlops(network, height, width, num_tokens, is_text_trained) if ingredients else counter
-    elif {*network["down_block_types"], *network["up_block_types"], network["mid_block_type"]} <= BLOCKS and all(
-        network[key] in values for key, values in COUNTED.items()
+    is_transformer = "patch_size" in network
+    if not is_transformer and not (
+        {*network["down_block_types"], *network["up_block_types"], network["mid_block_type"]} <= BLOCKS
+        and all(network[key] in values for key, values in COUNTED.items())
     ):
-        whole = counter = _UNetFlops(network, height, width, num_tokens, is_text_trained)
-    else:
         return None
+
+    def count(ingredients: Sequence["Ingredient"]) -> OperationCounter:
+        counter = OperationCounter(num_tokens, bool(before))
+        if is_transformer:
+            _count_transformer(counter, network, height * width, num_tokens, ingredients)
+        else:
+            _count_unet(counter, network, (height, width), num_tokens)
+        return counter
+
+    counter = count(ingredients)
+    whole = count(()) if is_transformer and ingredients else counter
     forward = sum(one.forward for one in before)
     training = counter.training + sum(one.training for one in before)
     return Flops(whole.forward + forward, training, counter.adapting + forward)
@@ -118,135 +125,112 @@ class OperationCounter:
         self._num_tokens, self._is_text_trained = num_tokens, is_text_trained
         self.forward = self.training = self.adapting = 0
 
-    def _add(self, forward: int, *, has_input_gradient: bool = True, has_weights: bool = True) -> None:
-        training = forward * (3 if has_input_gradient else 2)
+    def _add(self, forward: int, *, training: int, adapting: int) -> None:
+        """Add a product whose passes take so many times the operations of the forward pass."""
         self.forward += forward
-        self.training += training
-        self.adapting += training - forward if has_weights else training
+        self.training += training * forward
+        self.adapting += adapting * forward
 
     def linear(self, rows: int, before: int, after: int, has_input_gradient: bool = True) -> None:
         """Count a linear layer of `rows` rows."""
-        self._add(2 * rows * before * after, has_input_gradient=has_input_gradient)
+        self._add(2 * rows * before * after, training=2 + has_input_gradient, adapting=1 + has_input_gradient)
 
-    def _text_linear(self, before: int, after: int) -> None:
-        """A layer of the encoded text, which needs gradients only if what makes it is trained."""
-        flops = 2 * self._num_tokens * before * after
-        self.forward += flops
-        self.training += flops * (3 if self._is_text_trained else 2)
-        self.adapting += flops
+    def text_linear(self, before: int, after: int) -> None:
+        """Count a layer of the encoded text, which needs gradients only if what makes it is trained."""
+        self._add(2 * self._num_tokens * before * after, training=2 + self._is_text_trained, adapting=1)
 
     def attention(self, queries: int, keys: int, width: int) -> None:
-        """Scores and weighted sum of all heads, with the sum of their widths."""
-        self._add(4 * queries * keys * width, has_weights=False)
+        """Count scores and weighted sum of all heads, with the sum of their widths."""
+        self._add(4 * queries * keys * width, training=3, adapting=3)
 
 
-class _TransformerFlops(OperationCounter):
-    def __init__(
-        self,
-        network: Mapping[str, Any],
-        height: int,
-        width: int,
-        num_tokens: int,
-        is_text_trained: bool,
-        ingredients: Sequence["Ingredient"] = (),
-    ) -> None:
-        super().__init__(num_tokens, is_text_trained)
-        hidden, patch = network["hidden_size"], network["patch_size"]
-        positions, values = height * width // patch**2, network["in_channels"] * patch**2
-        inner = int(hidden * network["mlp_ratio"])
-        self._text_linear(network["context_in_dim"], hidden)
-        if (bottleneck := network["bottleneck_size"]) is None:
-            self.linear(positions, values, hidden, has_input_gradient=False)
-        else:
-            self.linear(positions, values, bottleneck, has_input_gradient=False)
-            self.linear(positions, bottleneck, hidden)
-        for _ in range(2 if network["resolution_embeds"] else 1):  # Embeddings of the timestep, and of the size.
-            self.linear(1, 256, hidden, has_input_gradient=False)
-            self.linear(1, hidden, hidden)
-        depth = network["depth"]
-        for number in range(depth):
-            kept = min([positions, *(one.num_kept(positions, number, depth) for one in ingredients)])
-            self.linear(1, hidden, 6 * hidden)
-            self.linear(kept, hidden, 4 * hidden)
-            self.linear(num_tokens, hidden, 2 * hidden)
-            self.attention(kept, kept + num_tokens, hidden)
-            self.linear(kept, hidden, 3 * inner)
-        self.linear(1, hidden, 2 * hidden)
-        self.linear(positions, hidden, values)
+def _count_transformer(
+    counter: OperationCounter,
+    network: Mapping[str, Any],
+    area: int,
+    num_tokens: int,
+    ingredients: Sequence["Ingredient"],
+) -> None:
+    linear, hidden, patch = counter.linear, network["hidden_size"], network["patch_size"]
+    positions, values = area // patch**2, network["in_channels"] * patch**2
+    inner = int(hidden * network["mlp_ratio"])
+    counter.text_linear(network["context_in_dim"], hidden)
+    if (bottleneck := network["bottleneck_size"]) is None:
+        linear(positions, values, hidden, has_input_gradient=False)
+    else:
+        linear(positions, values, bottleneck, has_input_gradient=False)
+        linear(positions, bottleneck, hidden)
+    for _ in range(2 if network["resolution_embeds"] else 1):  # Embeddings of the timestep, and of the size.
+        linear(1, 256, hidden, has_input_gradient=False)
+        linear(1, hidden, hidden)
+    depth = network["depth"]
+    for number in range(depth):
+        kept = min([positions, *(one.num_kept(positions, number, depth) for one in ingredients)])
+        linear(1, hidden, 6 * hidden)
+        linear(kept, hidden, 4 * hidden)
+        linear(num_tokens, hidden, 2 * hidden)
+        counter.attention(kept, kept + num_tokens, hidden)
+        linear(kept, hidden, 3 * inner)
+    linear(1, hidden, 2 * hidden)
+    linear(positions, hidden, values)
 
 
-class _UNetFlops(OperationCounter):
-    def __init__(
-        self, unet: Mapping[str, Any], height: int, width: int, num_tokens: int, is_text_trained: bool
-    ) -> None:
-        super().__init__(num_tokens, is_text_trained)
-        self._unet = unet
-        channels = unet["block_out_channels"]
-        self._time_width = unet["time_embedding_dim"] or 4 * channels[0]
-        num_layers = _per_block(unet["layers_per_block"], len(channels))
-        last = len(channels) - 1
+def _count_unet(counter: OperationCounter, unet: Mapping[str, Any], size: tuple[int, int], num_tokens: int) -> None:
+    linear, channels = counter.linear, unet["block_out_channels"]
+    num, time_width = len(channels), unet["time_embedding_dim"] or 4 * channels[0]
+    per_block = {
+        key: [unet[key]] * num if isinstance(unet[key], int) else unet[key]
+        for key in ("layers_per_block", "cross_attention_dim", "transformer_layers_per_block")
+    }
 
-        self._embeddings(channels[0])
-        self._conv(height * width, unet["in_channels"], channels[0], has_input_gradient=False)
-        sizes, skipped, before = [(height, width)], [channels[0]], channels[0]
-        for i, kind in enumerate(unet["down_block_types"]):
-            for _ in range(num_layers[i]):
-                self._layer(i, kind, sizes[-1], before, channels[i])
-                before = channels[i]
-                skipped.append(before)
-            if i < last:
-                sizes.append(((sizes[-1][0] + 1) // 2, (sizes[-1][1] + 1) // 2))
-                self._conv(math.prod(sizes[-1]), before, before)
-                skipped.append(before)
-        self._layer(last, MID_BLOCK, sizes[-1], before, before)
-        self._resnet(math.prod(sizes[-1]), before, before)
-        for i, kind in zip(range(last, -1, -1), unet["up_block_types"], strict=True):
-            for _ in range(num_layers[i] + 1):
-                self._layer(i, kind, sizes[i], before + skipped.pop(), channels[i])
-                before = channels[i]
-            if i:
-                self._conv(math.prod(sizes[i - 1]), before, before)
-        self._conv(height * width, before, unet["out_channels"])
+    def conv(area: int, before: int, after: int, has_input_gradient: bool = True) -> None:
+        """Count a convolution of 3 x 3; one of 1 x 1 counts as a linear layer."""
+        linear(area, 9 * before, after, has_input_gradient)
 
-    def _conv(self, area: int, before: int, after: int, has_input_gradient: bool = True) -> None:
-        """A convolution of 3 x 3; one of 1 x 1 counts as a linear layer."""
-        self.linear(area, 9 * before, after, has_input_gradient)
-
-    def _embeddings(self, channels: int) -> None:
-        """Embeddings of the timestep and, in SDXL, of sizes and pooled text: one position each."""
-        self.linear(1, channels, self._time_width, has_input_gradient=False)
-        self.linear(1, self._time_width, self._time_width)
-        if self._unet["addition_embed_type"] == "text_time":
-            added = self._unet["projection_class_embeddings_input_dim"]
-            self.linear(1, added, self._time_width, has_input_gradient=False)
-            self.linear(1, self._time_width, self._time_width)
-
-    def _layer(self, i: int, kind: str, size: tuple[int, int], before: int, after: int) -> None:
-        """A ResNet and, in blocks with cross-attention, a transformer."""
-        self._resnet(math.prod(size), before, after)
-        if kind in CROSS_BLOCKS:
-            self._transformer(i, math.prod(size), after)
-
-    def _resnet(self, area: int, before: int, after: int) -> None:
-        self._conv(area, before, after)
-        self.linear(1, self._time_width, after)
-        self._conv(area, after, after)
+    def resnet(area: int, before: int, after: int) -> None:
+        conv(area, before, after)
+        linear(1, time_width, after)
+        conv(area, after, after)
         if before != after:
-            self.linear(area, before, after)
+            linear(area, before, after)
 
-    def _transformer(self, i: int, area: int, width: int) -> None:
-        num = len(self._unet["block_out_channels"])
-        text_width = _per_block(self._unet["cross_attention_dim"], num)[i]
-        self.linear(area, width, width)
-        for _ in range(_per_block(self._unet["transformer_layers_per_block"], num)[i]):
-            self.linear(area, width, 4 * width)  # Self-attention: queries, keys, values, output.
-            self.attention(area, area, width)
-            self.linear(area, width, 2 * width)  # Cross-attention: queries, output.
-            self._text_linear(text_width, 2 * width)
-            self.attention(area, self._num_tokens, width)
-            self.linear(area, width, 12 * width)  # A gated layer of width 4 c, and back.
-        self.linear(area, width, width)
+    def layer(i: int, kind: str, area: int, before: int, width: int) -> None:
+        """Count a ResNet and, in blocks with cross-attention, a transformer."""
+        resnet(area, before, width)
+        if kind not in CROSS_BLOCKS:
+            return
+        linear(area, width, width)
+        for _ in range(per_block["transformer_layers_per_block"][i]):
+            linear(area, width, 4 * width)  # Self-attention: queries, keys, values, output.
+            counter.attention(area, area, width)
+            linear(area, width, 2 * width)  # Cross-attention: queries, output.
+            counter.text_linear(per_block["cross_attention_dim"][i], 2 * width)
+            counter.attention(area, num_tokens, width)
+            linear(area, width, 12 * width)  # A gated layer of width 4 c, and back.
+        linear(area, width, width)
 
-
-def _per_block(value: Any, num: int) -> Any:
-    return [value] * num if isinstance(value, int) else value
+    # Embeddings of the timestep and, in SDXL, of sizes and pooled text: one position each.
+    added = unet["projection_class_embeddings_input_dim"] if unet["addition_embed_type"] == "text_time" else None
+    for features in filter(None, (channels[0], added)):
+        linear(1, features, time_width, has_input_gradient=False)
+        linear(1, time_width, time_width)
+    sizes, skipped, before = [size], [channels[0]], channels[0]
+    conv(math.prod(size), unet["in_channels"], before, has_input_gradient=False)
+    for i, kind in enumerate(unet["down_block_types"]):
+        for _ in range(per_block["layers_per_block"][i]):
+            layer(i, kind, math.prod(sizes[-1]), before, channels[i])
+            before = channels[i]
+            skipped.append(before)
+        if i < num - 1:
+            sizes.append(((sizes[-1][0] + 1) // 2, (sizes[-1][1] + 1) // 2))
+            conv(math.prod(sizes[-1]), before, before)
+            skipped.append(before)
+    layer(num - 1, MID_BLOCK, math.prod(sizes[-1]), before, before)
+    resnet(math.prod(sizes[-1]), before, before)
+    for i, kind in zip(reversed(range(num)), unet["up_block_types"], strict=True):
+        for _ in range(per_block["layers_per_block"][i] + 1):
+            layer(i, kind, math.prod(sizes[i]), before + skipped.pop(), channels[i])
+            before = channels[i]
+        if i:
+            conv(math.prod(sizes[i - 1]), before, before)
+    conv(math.prod(size), before, unet["out_channels"])

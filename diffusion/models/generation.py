@@ -99,6 +99,12 @@ def generate(
     noise = _initial_noise(model, latents, seeds, size)
     asked = requested_scores(model, scores)
 
+    def encode(texts: Sequence[str]) -> Conditioning:
+        token_ids = torch.from_numpy(model.tokenize(texts)).long().to(model.network.device)
+        conditioning = model.caller.condition(model.conditioner.encode_prompts(token_ids, placement), Call())
+        scores = None if asked is None else asked.expand(len(texts), -1)
+        return conditioning.to(model.network.dtype)._replace(scores=scores)
+
     scheduler = inference_scheduler(model.noise_scheduler, sampler)
     was_training = model.network.training
     model.network.eval()
@@ -110,8 +116,8 @@ def generate(
                 model.caller,
                 scheduler,
                 noise[batch],
-                _encode_prompts(model, texts[batch], placement, asked),
-                _encode_prompts(model, negatives[batch], placement, asked),
+                encode(texts[batch]),
+                encode(negatives[batch]),
                 num_inference_steps=num_inference_steps,
                 guidance_scale=guidance_scale,
                 progress=progress,
@@ -148,13 +154,3 @@ def requested_scores(model: "LatentDiffusion", scores: Mapping[str, float] | Non
     if scores:
         raise ValueError(f"scores {', '.join(scores)}: the model was trained without model.score_conditioning")
     return None
-
-
-def _encode_prompts(
-    model: "LatentDiffusion", prompts: Sequence[str], placement: Placement, scores: Tensor | None
-) -> Conditioning:
-    token_ids = torch.from_numpy(model.tokenize(prompts)).long().to(model.network.device)
-    conditioning = model.caller.condition(model.conditioner.encode_prompts(token_ids, placement), Call())
-    return conditioning.to(model.network.dtype)._replace(
-        scores=None if scores is None else scores.expand(len(prompts), -1)
-    )

@@ -237,7 +237,9 @@ class LatentDiffusion(nn.Module):
                     stacklevel=4,
                 )
             batch = _with_step_0(batch)
-        return self._predict(batch, self._drop_captions(batch), TRAINING)
+        address, rate = (batch[BatchKey.STEP], batch[BatchKey.SAMPLE]), self.objective.caption_dropout
+        is_dropped = bernoulli(self.seed, Purpose.CAPTION_DROP, *address, rate)
+        return self._predict(batch, self.conditioner.drop(batch[BatchKey.TOKEN_IDS], is_dropped), TRAINING)
 
     def _predict(self, batch: Batch, token_ids: Tensor, purposes: Purposes) -> Prediction:
         """Add noise to the latents of a batch and predict the target."""
@@ -302,17 +304,6 @@ class LatentDiffusion(nn.Module):
             )
             mean = mean + torch.exp(0.5 * logvar.float()) * noise
         return self.latent_scaling.normalise(mean.float())
-
-    def _drop_captions(self, batch: Batch) -> Tensor:
-        """Token ids [B, L], with captions replaced by the empty one at the rate `objective.caption_dropout`."""
-        is_dropped = bernoulli(
-            self.seed,
-            Purpose.CAPTION_DROP,
-            batch[BatchKey.STEP],
-            batch[BatchKey.SAMPLE],
-            self.objective.caption_dropout,
-        )
-        return self.conditioner.drop(batch[BatchKey.TOKEN_IDS], is_dropped)
 
     def _timesteps(self, batch: Batch, purposes: Purposes) -> Tensor:
         """Timesteps [B] of a batch: independent, or spread over the global batch."""

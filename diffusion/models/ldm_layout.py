@@ -147,7 +147,10 @@ def single_file(
     """
     state = unet.state_dict()
     weights = {_UNET + theirs: state[ours] for ours, theirs in unet_names(unet).items()}
-    weights |= {_VAE + name: tensor for name, tensor in _vae_weights(vae).items()}
+    state = vae.state_dict()
+    for ours, theirs in _names(vae, dict(_vae_parts(vae))).items():
+        # Linear layers of attention are 1x1 convolutions in the original.
+        weights[_VAE + theirs] = state[ours][:, :, None, None] if state[ours].ndim == 2 else state[ours]
     if isinstance(text_encoder, DualTextEncoder):
         first = released_state_dict(text_encoder.text_encoder)
         weights |= {_TEXT_1 + _CLIP + name: tensor for name, tensor in first.items()}
@@ -158,13 +161,6 @@ def single_file(
     else:
         weights |= _open_clip_weights(text_encoder, _TEXT + _OPEN_CLIP)
     return {name: tensor.contiguous() for name, tensor in weights.items()}
-
-
-def _vae_weights(vae: AutoencoderKL) -> dict[str, Tensor]:
-    state = vae.state_dict()
-    weights = {theirs: state[ours] for ours, theirs in _names(vae, dict(_vae_parts(vae))).items()}
-    # Linear layers of attention are 1x1 convolutions in the original.
-    return {name: tensor[:, :, None, None] if tensor.ndim == 2 else tensor for name, tensor in weights.items()}
 
 
 def _open_clip_weights(encoder: CLIPTextModel | CLIPTextModelWithProjection, prefix: str) -> dict[str, Tensor]:

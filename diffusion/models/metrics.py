@@ -12,7 +12,7 @@ from diffusion.datasets.batch import BatchKey
 class ValidationMean(Metric):
     """Mean of a value per validation sample over all ranks, without the copies that fill up batches.
 
-    A value that is not finite makes the mean so, too; MeanMetric would drop it.
+    A value that is not finite makes the mean so, too; MeanMetric would drop it, or ignore the weights (`nan_strategy`).
 
     Args:
         stream: number of the only stream that counts; None is all.

@@ -149,8 +149,7 @@ def min_snr_weight(target: Target, rates: Rates, gamma: float) -> Tensor:
 # Random numbers
 
 
-@dataclass(frozen=True, kw_only=True)
-class Purposes:
+class Purposes(NamedTuple):
     """Purposes of the random numbers of a forward pass (`diffusion.randomness`)."""
 
     noise: Purpose
@@ -158,10 +157,8 @@ class Purposes:
     posterior: Purpose
 
 
-TRAINING = Purposes(noise=Purpose.NOISE, timestep=Purpose.TIMESTEP, posterior=Purpose.POSTERIOR)
-EVALUATION = Purposes(
-    noise=Purpose.EVALUATION_NOISE, timestep=Purpose.EVALUATION_TIMESTEP, posterior=Purpose.EVALUATION_POSTERIOR
-)
+TRAINING = Purposes(Purpose.NOISE, Purpose.TIMESTEP, Purpose.POSTERIOR)
+EVALUATION = Purposes(Purpose.EVALUATION_NOISE, Purpose.EVALUATION_TIMESTEP, Purpose.EVALUATION_POSTERIOR)
 
 
 def draw_noise(

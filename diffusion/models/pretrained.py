@@ -31,7 +31,6 @@ from diffusion.errors import ConfigurationError, DataError, error_context, first
 from diffusion.files import read_json
 from diffusion.models.architectures import (
     ARCHITECTURES,
-    ArchitectureSpec,
     build_random_vae,
     build_text_encoder,
     with_seed,
@@ -111,7 +110,11 @@ def load_frozen_parts(config: ModelConfig) -> FrozenParts:
         if config.text_encoder.path is not None:
             text_encoder = load_language_model(config.text_encoder.path, tokenizer.pad_token_id)
         elif source:
-            text_encoder = _load_text_encoder(spec, source, is_local)
+            text_encoder = load_pretrained(CLIPTextModel, source, "text_encoder", local_files_only=is_local)
+            if spec.text_encoder_2 is not None:
+                kind = CLIPTextModelWithProjection
+                second = load_pretrained(kind, source, "text_encoder_2", local_files_only=is_local)
+                text_encoder = DualTextEncoder(text_encoder, second)
         else:
             text_encoder = with_seed(config.frozen_seed, lambda: build_text_encoder(spec))
     if config.architecture.is_pixel:
@@ -135,14 +138,6 @@ def load_frozen_parts(config: ModelConfig) -> FrozenParts:
         latent_scaling=latent_space(vae).scaling,
         num_chunks=config.text_encoder.chunks,
     )
-
-
-def _load_text_encoder(spec: ArchitectureSpec, source: str, is_local: bool) -> TextEncoder:
-    first = load_pretrained(CLIPTextModel, source, "text_encoder", local_files_only=is_local)
-    if spec.text_encoder_2 is None:
-        return first
-    second = load_pretrained(CLIPTextModelWithProjection, source, "text_encoder_2", local_files_only=is_local)
-    return DualTextEncoder(first, second)
 
 
 def load_language_model(folder: str, pad_token_id: int) -> LanguageModel:
@@ -403,22 +398,17 @@ def build_pipeline(*, network: Network, vae: VAE, frozen: FrozenParts, scheduler
             feature_extractor=None,  # pyright: ignore[reportArgumentType]
             requires_safety_checker=False,
         )
+    first = copy.deepcopy(frozen.tokenizer)
+    first.pad_token = first.eos_token  # That of the first text encoder pads with the end token.
     return StableDiffusionXLPipeline(
         **parts,
-        tokenizer=_padded_by_end(frozen.tokenizer),
+        tokenizer=first,
         tokenizer_2=frozen.tokenizer,
         text_encoder=frozen.text_encoder.text_encoder,
         text_encoder_2=frozen.text_encoder.text_encoder_2,
         force_zeros_for_empty_prompt=False,
         add_watermarker=False,
     )
-
-
-def _padded_by_end(tokenizer: CLIPTokenizer) -> CLIPTokenizer:
-    """Tokenizer of SDXL's first text encoder, which pads with the end token."""
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
 
 
 # Hashes

@@ -8,9 +8,7 @@ tokenizers with different pad tokens: ids are those of the second, and the model
 
 import gzip
 import importlib.util
-import json
 import re
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +18,7 @@ import ftfy
 import numpy as np
 from numpy.typing import NDArray
 from transformers import CLIPTokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.datasets.dataset import Tokenize
@@ -32,12 +31,6 @@ START, END, PAD = "<|startoftext|>", "<|endoftext|>", "!"
 _SPECIAL = re.compile(r"<\|(startoftext|endoftext)\|>")
 NUM_CLIP_MERGES = 48_894
 TINY_MERGES = Path(__file__).parent / "data" / "tiny_merges.txt"
-
-
-def byte_symbols() -> list[str]:
-    """One printable symbol per byte, in the order of CLIP's vocabulary (GPT-2, Radford et al. 2019, section 2.2)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    return [chr(code) for code in [*printable, *range(0x100, 0x200 - len(printable))]]
 
 
 def clip_merges() -> list[str]:
@@ -60,24 +53,12 @@ def build_clip_tokenizer(merges: Sequence[str], max_tokens: int) -> CLIPTokenize
 
     Merges are pairs of symbols separated by a space, in order of priority. The pad token is "!", id 0.
     """
-    symbols = byte_symbols()
-    entries = [*symbols, *(symbol + END_OF_WORD for symbol in symbols)]
-    entries += ["".join(merge.split()) for merge in merges]
-    entries += [START, END]
-    with tempfile.TemporaryDirectory() as folder:
-        vocabulary_file, merges_file = Path(folder, "vocab.json"), Path(folder, "merges.txt")
-        vocabulary = {entry: i for i, entry in enumerate(entries)}
-        vocabulary_file.write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
-        merges_file.write_text("\n".join(["#version: 0.2", *merges, ""]), encoding="utf-8")
-        return CLIPTokenizer(
-            str(vocabulary_file),
-            str(merges_file),
-            unk_token=END,
-            bos_token=START,
-            eos_token=END,
-            pad_token=PAD,
-            model_max_length=max_tokens,
-        )
+    symbols = list(bytes_to_unicode().values())  # One per byte (GPT-2, Radford et al. 2019, section 2.2).
+    pairs: list[Any] = [tuple(merge.split()) for merge in merges]
+    entries = [*symbols, *(symbol + END_OF_WORD for symbol in symbols), *map("".join, pairs), START, END]
+    special = {"unk_token": END, "bos_token": START, "eos_token": END, "pad_token": PAD}
+    vocabulary = {entry: i for i, entry in enumerate(entries)}
+    return CLIPTokenizer(vocabulary, pairs, **special, model_max_length=max_tokens)
 
 
 def build_tokenizer(architecture: Architecture) -> CLIPTokenizer:

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from diffusion.checkpointing.find import is_complete, read_damaged
-from diffusion.checkpointing.layout import list_checkpoints, remove_checkpoint, superseded
-from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoint, RemoteCheckpoints
+from diffusion.checkpointing.find import checkpoints_at, is_complete, read_damaged
+from diffusion.checkpointing.layout import superseded
+from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoint
 from diffusion.config.checks import steps_of
 from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError, MachineError
@@ -61,18 +61,11 @@ def find_superseded(run: Path, config: Config, num_kept: int | None) -> list[Pat
     every = None
     if settings.keep_every is not None:
         every = steps_of(config, settings.keep_every, "trainer.keep_every")
-    damaged = read_damaged(location)
-    present: dict[Path, Path | RemoteCheckpoint]
-    if is_url(location):
-        present = {Path(found.name): found for found in RemoteCheckpoints(location, timeout=READ_TIMEOUT).present()}
-    else:
-        present = {path: path for path in list_checkpoints(Path(location))}
-    complete = {
-        path for path, one in present.items() if (is_complete(one) if isinstance(one, Path) else one.is_complete)
-    }
-    whole = {path for path in complete if path.name not in damaged}
-    old = superseded(list(present), newest=num_kept, every=every, is_whole=whole.__contains__)
-    return [present[path] for path in old if path in complete]
+    present = checkpoints_at(location, timeout=READ_TIMEOUT).present()
+    complete = {one.name for one in present if is_complete(one)}
+    whole = complete - read_damaged(location)
+    old = superseded(present, newest=num_kept, every=every, is_whole=lambda one: one.name in whole)
+    return [one for one in old if one.name in complete]
 
 
 def _is_guessed(run: Path, location: str | None) -> bool:
@@ -91,7 +84,5 @@ def num_bytes(checkpoint: Path | RemoteCheckpoint) -> int:
 
 def remove(checkpoint: Path | RemoteCheckpoint) -> None:
     """Remove a checkpoint from its folder or store."""
-    if isinstance(checkpoint, RemoteCheckpoint):
-        RemoteCheckpoints(checkpoint.uri.rpartition("/")[0], timeout=READ_TIMEOUT).remove(checkpoint)
-    else:
-        remove_checkpoint(checkpoint)
+    location = str(checkpoint).rpartition("/")[0]
+    checkpoints_at(location, timeout=READ_TIMEOUT).remove(checkpoint)  # pyright: ignore[reportArgumentType]

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 from diffusion.checkpointing.find import (
+    LocalCheckpoints,
     check_checkpoint,
     find_checkpoints,
     newest_that_passes,
@@ -24,7 +25,6 @@ from diffusion.checkpointing.layout import (
     batch_of,
     list_checkpoints,
     remove_checkpoint,
-    remove_half_written,
 )
 from diffusion.checkpointing.read import UnsafeCheckpointError, read_checksums, read_index, read_weights
 from diffusion.checkpointing.resume import checkpoint_storage, find_resumption
@@ -227,7 +227,7 @@ def test_the_newest_complete_checkpoint_is_taken(trained, tmp_path):
     (checkpoints / "ep0-ba11").mkdir()
     (checkpoints / "ep0-ba12.pt").write_bytes(b"PK\x03\x04 half of an archive")
     assert resolve_checkpoint(str(tmp_path)).name == "ep0-ba10"
-    remove_half_written(checkpoints)
+    LocalCheckpoints(checkpoints).remove_half_written()
     names = {path.name for path in checkpoints.iterdir()}
     assert names == {"ep0-ba2", "ep0-ba9", "ep0-ba10", "ep0-ba12.pt"}, "a damaged file may be the only one"
     for folder, run in ((checkpoints, tmp_path), (tmp_path, tmp_path)):

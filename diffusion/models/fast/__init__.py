@@ -8,8 +8,7 @@ from diffusion.config.training import Device
 from diffusion.errors import ConfigurationError
 from diffusion.models.fast.attention import set_attention
 from diffusion.models.fast.channels_last import keep_channels_last
-from diffusion.models.fast.compilation import compile_modules, compile_units, find_units, mark_steps
-from diffusion.models.fast.geglu import split_geglu
+from diffusion.models.fast.compilation import compile_modules, find_units, mark_steps, outer_norms, split_geglu
 
 
 def resolve_compilation(compilation: Compilation, device: Device) -> Compilation:
@@ -45,4 +44,4 @@ def apply(network: nn.Module, config: PerformanceConfig, device: Device) -> None
     units = find_units(network, compilation)
     network.fsdp_wrap_fn = set(units).__contains__  # pyright: ignore[reportArgumentType]
     if compilation is not Compilation.none:
-        compile_units(network, units, cuda_graphs=config.cuda_graphs)
+        compile_modules([*units, *outer_norms(network, units)], cuda_graphs=config.cuda_graphs)

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from diffusers.models.activations import GEGLU
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from diffusers.models.transformers.transformer_prx import PRXBlock, PRXTransformer2DModel
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from diffusion.config.model import Compilation
@@ -50,19 +52,10 @@ def find_units(network: nn.Module, compilation: Compilation) -> list[nn.Module]:
     return find_blocks(network)
 
 
-def compile_units(network: nn.Module, units: list[nn.Module], *, cuda_graphs: bool = False) -> None:
-    """Compile these units, and each GroupNorm outside of them."""
-    compile_modules([*units, *outer_norms(network, units)], cuda_graphs=cuda_graphs)
-
-
 def outer_norms(network: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
     """List each GroupNorm outside of units."""
     inside = {module for unit in units for module in unit.modules()}
     return [module for module in network.modules() if isinstance(module, FusedGroupNorm) and module not in inside]
-
-
-def _is_trained(module: nn.Module) -> bool:
-    return module.training and torch.is_grad_enabled()
 
 
 @functools.cache
@@ -73,7 +66,7 @@ def _compiled(kind: type[nn.Module], cuda_graphs: bool) -> type[nn.Module]:
     if cuda_graphs:
         options["triton.cudagraphs"] = True  # As `mode="reduce-overhead"`, which cannot be combined with options.
     compiled = torch.compile(kind.forward, fullgraph=True, dynamic=False, options=options or None)
-    return _with_compiled(kind, compiled, _is_trained)
+    return _with_compiled(kind, compiled, lambda module: module.training and torch.is_grad_enabled())
 
 
 def _with_compiled(
@@ -144,3 +137,27 @@ def mark_steps(network: nn.Module) -> None:
             torch.compiler.cudagraph_mark_step_begin()
 
     network.register_forward_pre_hook(mark)
+
+
+class SplitGEGLU(GEGLU):
+    """GEGLU by two matrix products in compiled graphs, and by diffusers' single one otherwise or with an adapter.
+
+    With one product, the gradients of both halves are concatenated in the backward pass, and Inductor's kernel for that
+    evaluates the gradients of both halves for each element of either. With two products, it evaluates them once.
+    """
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Map [..., C] to [..., D]."""
+        if not torch.compiler.is_compiling() or type(self.proj) is not nn.Linear:
+            return super().forward(hidden_states, *args, **kwargs)
+        value_weight, gate_weight = self.proj.weight.chunk(2)
+        value_bias, gate_bias = (None, None) if self.proj.bias is None else self.proj.bias.chunk(2)
+        gate = self.gelu(F.linear(hidden_states, gate_weight, gate_bias))
+        return F.linear(hidden_states, value_weight, value_bias) * gate
+
+
+def split_geglu(module: nn.Module) -> None:
+    """Change each GEGLU below a module to this form, in place."""
+    for layer in module.modules():
+        if type(layer) is GEGLU:
+            layer.__class__ = SplitGEGLU

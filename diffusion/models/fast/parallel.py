@@ -31,30 +31,6 @@ from diffusion.models.networks import Network
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Global settings of a process that the keys of Inductor's cache include."""
-
-    num_threads: int
-    is_deterministic: bool
-    matmul_precision: str
-
-    @classmethod
-    def current(cls) -> "Settings":
-        """Read the settings of this process."""
-        return cls(
-            torch.get_num_threads(),
-            torch.are_deterministic_algorithms_enabled(),
-            str(torch.backends.cuda.matmul.fp32_precision),
-        )
-
-    def apply(self) -> None:
-        """Set them in this process."""
-        torch.set_num_threads(self.num_threads)
-        torch.use_deterministic_algorithms(self.is_deterministic)
-        torch.backends.cuda.matmul.fp32_precision = self.matmul_precision
-
-
-@dataclass(frozen=True)
 class BlockCall:
     """A call of a block in training, without values: all tensors are on the meta device."""
 
@@ -145,7 +121,9 @@ class Compilers:
 
     def compile(self, calls: list[BlockCall]) -> list[str]:
         """Compile blocks and end the processes; return the errors."""
-        settings = Settings.current()
+        # Global settings that the keys of Inductor's cache include.
+        precision = str(torch.backends.cuda.matmul.fp32_precision)
+        settings = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), precision
         try:
             with self._processes:
                 futures = [self._processes.submit(_compile, call, settings) for call in calls]
@@ -170,9 +148,12 @@ def _start(model: ModelConfig, performance: PerformanceConfig, device: Device) -
     _network.train()
 
 
-def _compile(call: BlockCall, settings: Settings) -> None:
+def _compile(call: BlockCall, settings: tuple[int, bool, str]) -> None:
     """Run a block forward and backward, as training does."""
-    settings.apply()
+    num_threads, is_deterministic, matmul_precision = settings
+    torch.set_num_threads(num_threads)
+    torch.use_deterministic_algorithms(is_deterministic)
+    torch.backends.cuda.matmul.fp32_precision = matmul_precision
     block = _network.get_submodule(call.name)
     block.load_state_dict({name: _parameter(p, call.device) for name, p in call.parameters.items()}, assign=True)
     for module in block.modules() if call.is_sharded else ():

@@ -55,11 +55,6 @@ class ImageEncoder(nn.Module):
         takes_sizes = "interpolate_pos_encoding" in inspect.signature(network.forward).parameters
         self._options = {"interpolate_pos_encoding": True} if takes_sizes else {}
 
-    @property
-    def width(self) -> int:
-        """E."""
-        return self.network.config.hidden_size
-
     @torch.no_grad()
     def forward(self, images: Tensor, grid: tuple[int, int]) -> Tensor:
         """Features [B, E, h, w] of images uint8 [B, 3, height, width], scaled to patches on a grid of h x w."""

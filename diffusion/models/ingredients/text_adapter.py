@@ -31,7 +31,7 @@ from diffusion.models.pretrained import FrozenParts
 from diffusion.models.text_encoders import LanguageModel
 
 FOLDER, WEIGHTS = "text_adapter", "model.safetensors"
-"""Where an exported model holds the adapter that its own text encoder does not."""
+"""Folder and file of an exported model with the adapter that its own text encoder does not hold."""
 
 
 class _Attention(nn.Module):

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay."""
+"""Retention of checkpoints, and names in a store."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What is decided about a wrong loss, and that its record outlives interruptions."""
+"""Decisions about a wrong loss, whose record outlives interruptions."""
 
 import math
 from dataclasses import replace

@@ -26,7 +26,7 @@ def integrate(function, end: float, pieces: int = 200) -> float:
 
 
 def weights_of(profile: PowerFunction, time: int, end: int) -> np.ndarray:
-    """How much each of the weights 1 to `end` counts in an average that was updated up to `time`, step by step."""
+    """Share of each of the weights 1 to `end` in an average that was updated up to `time`, step by step."""
     counts = np.zeros(end)
     counts[0] = 1.0
     for t in range(2, time + 1):

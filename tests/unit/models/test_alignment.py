@@ -138,7 +138,7 @@ def test_tokens_that_are_routed_around_the_block_are_not_compared(folder):
 
 
 def test_neither_microbatches_nor_recomputation_nor_compilation_matter(folder):
-    """Of routed tokens."""
+    """Tokens are routed."""
     config, whole = config_of(folder, token_routing=TokenRoutingConfig(share=0.5, first=1, last=-2)), batch()
     expected = gradients(build(config), [whole])
     cut = [{key: value[part] for key, value in whole.items()} for part in (slice(0, 4), slice(4, 6))]

@@ -32,7 +32,7 @@ def random_pixels(*shape: int, seed: int = 0) -> Tensor:
 
 
 def gradients(module: nn.Module | None) -> list[Tensor]:
-    """Of all parameters, each of which must have one."""
+    """Gradients of all parameters, each of which must have one."""
     assert module is not None
     found = [parameter.grad for parameter in module.parameters()]
     assert found and None not in found

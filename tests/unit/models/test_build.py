@@ -1,4 +1,4 @@
-"""What a notebook builds: weights from a folder or the hub's cache, and what they were trained as."""
+"""Models of notebooks: weights from a folder or the hub's cache, with the objective of their training."""
 
 import json
 import logging
@@ -78,7 +78,7 @@ def cache(folder, tmp_path, monkeypatch) -> Path:
 
 
 def reported(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What this package has logged; libraries log from threads and finalizers of other tests, too."""
+    """Messages of this package in the log; libraries log from threads and finalizers of other tests, too."""
     return [record.getMessage() for record in caplog.records if record.name.startswith("diffusion.")]
 
 

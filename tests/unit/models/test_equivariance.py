@@ -13,8 +13,7 @@ from diffusion.composer_models import AutoencoderTraining
 from diffusion.config.model import AutoencoderConfig, EquivarianceConfig
 from diffusion.datasets.batch import BatchKey
 from diffusion.models.architectures import TINY, build_vae, with_seed
-from diffusion.models.autoencoder import psnr, to_pixels
-from diffusion.models.equivariance import VALIDATED, Transformation, draw_transformation, transform
+from diffusion.models.autoencoder import VALIDATED, Transformation, draw_transformation, psnr, to_pixels, transform
 from diffusion.randomness import Purpose, normal
 
 SEED = 5

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from diffusion.config.fields import Plugin
 from diffusion.config.frozen import FrozenPaths
 from diffusion.config.loading import load_config, to_yaml
-from diffusion.config.model import InitFromConfig, ModelConfig, PredictionType
+from diffusion.config.model import InitFromConfig, ModelConfig
 from diffusion.config.schema import Config, Task
 from diffusion.config.training import Device
 from diffusion.datasets.batch import BatchKey
@@ -319,28 +319,28 @@ def test_initial_weights_mean_what_they_meant_in_their_training(tmp_path):
     assert all(torch.equal(found[name], value) for name, value in weights.items())
 
 
-def test_a_published_folder_of_rectified_flow_is_not_continued_with_another_objective(tmp_path):
-    (tmp_path / "scheduler").mkdir()
-    (tmp_path / "model_index.json").write_text("{}")
-    scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}
-    (tmp_path / "scheduler/scheduler_config.json").write_text(json.dumps(scheduler))
-    config = load_config("tests/tools/toy.yaml", [f"init_from.checkpoint={tmp_path}"])
-    with pytest.raises(ConfigurationError, match="prediction_type is v_prediction, but flow"):
-        check_objective(config)
-    config.objective.prediction_type = PredictionType.flow
-    check_objective(config)
+LINEAR = {"prediction_type": "v_prediction", "beta_schedule": "linear", "beta_start": 0.00085, "beta_end": 0.012}
 
 
-def test_a_published_folder_of_another_noise_schedule_is_not_continued(tmp_path):
+@pytest.mark.parametrize(
+    ("scheduler", "message", "remedy"),
+    [
+        (
+            {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0},
+            "prediction_type is v_prediction, but flow",
+            "objective.prediction_type=flow",
+        ),
+        (LINEAR, "beta_schedule is linear there", "init_from.new_objective=true"),
+    ],
+)
+def test_a_published_folder_is_not_continued_with_another_objective(tmp_path, scheduler, message, remedy):
     (tmp_path / "scheduler").mkdir()
     (tmp_path / "model_index.json").write_text("{}")
-    scheduler = {"prediction_type": "v_prediction", "beta_schedule": "linear", "beta_start": 0.00085, "beta_end": 0.012}
     (tmp_path / "scheduler/scheduler_config.json").write_text(json.dumps(scheduler))
-    config = load_config("tests/tools/toy.yaml", [f"init_from.checkpoint={tmp_path}"])
-    with pytest.raises(ConfigurationError, match="beta_schedule is linear there"):
-        check_objective(config)
-    config = load_config("tests/tools/toy.yaml", [f"init_from.checkpoint={tmp_path}", "init_from.new_objective=true"])
-    check_objective(config)
+    start = f"init_from.checkpoint={tmp_path}"
+    with pytest.raises(ConfigurationError, match=message):
+        check_objective(load_config("tests/tools/toy.yaml", [start]))
+    check_objective(load_config("tests/tools/toy.yaml", [start, remedy]))
 
 
 def test_the_default_size_of_an_export_is_that_of_training_with_another_vae(tmp_path):

@@ -138,7 +138,7 @@ def test_dropped_captions_become_the_empty_one():
     model = small_model(caption_dropout=0.5)
     batch = image_batch(200)
     empty = torch.from_numpy(model.tokenizer("", padding="max_length", return_tensors="np")["input_ids"]).long()
-    ids = model._drop_captions(batch)
+    ids = model(batch).draws.token_ids
     dropped = (ids == empty).all(dim=1)
     assert 70 < dropped.sum() < 130
     assert torch.equal(ids[~dropped], batch[BatchKey.TOKEN_IDS][~dropped])

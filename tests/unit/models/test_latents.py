@@ -1,4 +1,4 @@
-"""What the network works on: pixels, and the latents of each VAE of diffusers, in training, generation and exports."""
+"""Pixels, and the latents of each VAE of diffusers, in training, generation and exports."""
 
 from pathlib import Path
 

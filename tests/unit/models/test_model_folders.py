@@ -114,7 +114,7 @@ LOADERS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], list[nn.Module]
     "questions": (write_vqa, lambda folder: [VisionLanguageModel(str(folder), CPU)._model], "config.json"),
     "reward": (write_reward, lambda folder: [RewardModel(str(folder), CPU)._model], "config.json"),
 }
-"""How a folder is written, how its modules are loaded, and a configuration in it."""
+"""Writer of a folder, loader of its modules, and a configuration in it."""
 
 
 def load_vae(folder: Path) -> nn.Module:

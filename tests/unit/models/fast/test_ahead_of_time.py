@@ -1,4 +1,4 @@
-"""What Inductor makes of the networks' blocks with the shipped options can be compiled for GPUs."""
+"""The code that Inductor makes of the networks' blocks with the shipped options compiles for GPUs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 BATCH, EDGE = 4, 32
 ARCH = 90
-"""Where one is enough."""
+"""Architecture of GPUs (SM 9.0) where one is enough."""
 
 
 def unet(architecture: Architecture, compilation: Compilation = Compilation.auto, **network: Any) -> Any:
@@ -119,7 +119,7 @@ def test_a_block_of_a_deep_transformer_compiles_with_every_tiling():
 
 
 def test_a_whole_unet_compiles():
-    """Of one level, with attention to the caption between down and up: other blocks have tests of their own."""
+    """It has one level, with attention to the caption between down and up: other blocks have tests of their own."""
     kinds = {"down_block_types": ["DownBlock2D"], "up_block_types": ["UpBlock2D"]}
     module = unet(Architecture.tiny, Compilation.unet, block_out_channels=[64], attention_head_dim=[2], **kinds)
     text = torch.empty(BATCH, 77, module.config["cross_attention_dim"])

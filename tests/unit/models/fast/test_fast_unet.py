@@ -34,7 +34,7 @@ from diffusion.models import fast
 from diffusion.models.architectures import STABLE_DIFFUSION_2, TINY, with_seed
 from diffusion.models.fast import compilation
 from diffusion.models.fast.channels_last import ChannelsLastUpsample
-from diffusion.models.fast.geglu import split_geglu
+from diffusion.models.fast.compilation import split_geglu
 from diffusion.models.fast.norms import use_low_precision_norms
 from diffusion.planning.memory import meta_parts
 from diffusion.sharding import fsdp_config, fsdp_modules
@@ -240,7 +240,7 @@ def process_group():
 
 
 def shard(unet: UNet2DConditionModel, precision: Precision = Precision.FP32) -> UNet2DConditionModel:
-    """What Composer does with the model's only child."""
+    """Shard a U-Net as Composer shards the model's only child."""
     holder = nn.Module()
     holder.unet = unet
     settings = fsdp_config(TrainerConfig(precision=TrainPrecision(precision.value)))

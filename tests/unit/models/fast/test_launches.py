@@ -1,4 +1,4 @@
-"""What a microbatch launches on a GPU beside the networks, and what it copies there."""
+"""Launches and copies of a microbatch on a GPU beside the networks."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,7 @@ from diffusion.trainer import HostTrainer
 from tests.tools.launches import LaunchCounter, pinned_memory
 
 MAX_LAUNCHES = {False: 40, True: 44}
-"""Of a microbatch beside the networks, with captions and with stored text embeddings; each random draw is one."""
+"""Launches of a microbatch beside the networks, with captions and with stored text embeddings; a random draw is one."""
 
 OURS, TEXT, UNET, UNET_BACKWARD = "ours", "text encoder", "U-Net", "U-Net, backward"
 
