@@ -13,18 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from diffusion.errors import explained_writes
-from diffusion.launch import CommandParser, choose_device, existing_folder, positive, run_command
-
-
-def share(text: str) -> float:
-    """Read a number from 0 to 1, as the `type` of an argument."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is no share from 0 to 1")
-    return number
+from diffusion.launch import CommandParser, choose_device, existing_folder, positive, run_command, share
 
 
 def parse_arguments() -> argparse.Namespace:
