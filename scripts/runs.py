@@ -132,7 +132,7 @@ def show_costs(run: Path, **prices: float | None) -> None:
     from diffusion.config.checks import planned_steps
     from diffusion.formats.run_folder import read_config
     from diffusion.operations.costs import project, read_costs
-    from diffusion.operations.inventory import expense_rows, expenses, stored_bytes
+    from diffusion.operations.inventory import expense_rows, stored_bytes
     from diffusion.operations.runs import read_status
     from diffusion.reports.tables import text_table
 
@@ -140,13 +140,12 @@ def show_costs(run: Path, **prices: float | None) -> None:
     if not starts:
         raise ConfigurationError(f"{run} has not trained yet: it has no costs.jsonl")
     size, absent = stored_bytes(run, config)
-    step, num_steps = starts[-1].reached, planned_steps(config)
-    print(f"{run}: {read_status(run)}, step {step:,} of {num_steps:,}")
-    print(*text_table(expense_rows(expenses(starts, size, **prices), step, num_steps)), sep="\n")
+    num_steps = planned_steps(config)
+    print(f"{run}: {read_status(run)}, step {starts[-1].reached:,} of {num_steps:,}")
+    print(*text_table(expense_rows(starts, size, num_steps, **prices)), sep="\n")
     for folder in absent:
         print(f"not on this machine, and not counted: {folder}")
-    limits = config.operations
-    for line in project(starts, num_steps, max_gpu_hours=limits.max_gpu_hours, max_dollars=limits.max_dollars):
+    for line in project(starts, num_steps, config.operations):
         print(line)
 
 

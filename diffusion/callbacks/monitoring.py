@@ -213,8 +213,7 @@ class CostMeter(Callback):
 
     def _left(self) -> tuple[bool, str]:
         starts = self._before if self._costs is None else [*self._before, self._costs]
-        limits = self._operations
-        return budget_left(starts, max_gpu_hours=limits.max_gpu_hours, max_dollars=limits.max_dollars)
+        return budget_left(starts, self._operations)
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Open the row of this start.

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from diffusion.config.operations import OperationsConfig
 from diffusion.errors import UserError
 from diffusion.files import write_json
 from diffusion.formats.run_folder import BUDGET, COSTS
@@ -141,38 +142,33 @@ def _checked(start: StartCosts) -> StartCosts:
     return start
 
 
-def budget_left(
-    starts: Sequence[StartCosts], *, max_gpu_hours: float | None, max_dollars: float | None
-) -> tuple[bool, str]:
+def _limited(starts: Sequence[StartCosts], limits: OperationsConfig) -> list[tuple[str, float, float]]:
+    """Return of each limited quantity the words for an amount and its limit, the use so far, and the limit."""
+    hours, dollars = sum(start.gpu_hours for start in starts), sum(start.dollars for start in starts)
+    rows = [
+        ("{:,.4g} of {:,.4g} GPU-hours (operations.max_gpu_hours)", hours, limits.max_gpu_hours),
+        ("${:,.2f} of ${:,.2f} (operations.max_dollars)", dollars, limits.max_dollars),
+    ]
+    return [(words, used, limit) for words, used, limit in rows if limit is not None]
+
+
+def budget_left(starts: Sequence[StartCosts], limits: OperationsConfig) -> tuple[bool, str]:
     """Return whether budget is left, and the expenses in words."""
-    hours, dollars = sum(start.gpu_hours for start in starts), sum(start.dollars for start in starts)
-    is_left = (max_gpu_hours is None or hours < max_gpu_hours) and (max_dollars is None or dollars < max_dollars)
-    parts = []
-    if max_gpu_hours is not None:
-        parts.append(f"{hours:,.4g} of {max_gpu_hours:,.4g} GPU-hours (operations.max_gpu_hours)")
-    if max_dollars is not None:
-        parts.append(f"${dollars:,.2f} of ${max_dollars:,.2f} (operations.max_dollars)")
-    return is_left, " and ".join(parts)
+    rows = _limited(starts, limits)
+    is_left = all(used < limit for _, used, limit in rows)
+    return is_left, " and ".join(words.format(used, limit) for words, used, limit in rows)
 
 
-def project(
-    starts: Sequence[StartCosts], num_steps: int, *, max_gpu_hours: float | None, max_dollars: float | None
-) -> list[str]:
+def project(starts: Sequence[StartCosts], num_steps: int, limits: OperationsConfig) -> list[str]:
     """Say what each limited quantity will be at the last step, at the rate so far; nothing before the first step."""
-    step, lines = starts[-1].reached, []
-    hours, dollars = sum(start.gpu_hours for start in starts), sum(start.dollars for start in starts)
-    for key, limit, used, form in (
-        ("max_gpu_hours", max_gpu_hours, hours, "{:,.2f} GPU-hours"),
-        ("max_dollars", max_dollars, dollars, "${:,.2f}"),
-    ):
-        if limit is None or not step:
-            continue
-        at_end = used * num_steps / step
-        costs = f"{form.format(at_end)} of {form.format(limit)} (operations.{key})"
-        line = f"at this rate it will have cost {costs} at step {num_steps:,}"
-        if at_end > limit:
-            line = f"on its way over its budget: {line}; it ends at step {int(step * limit / used):,}"
-        lines.append(line)
+    lines = []
+    if step := starts[-1].reached:
+        for words, used, limit in _limited(starts, limits):
+            at_end = used * num_steps / step
+            line = f"at this rate it will have cost {words.format(at_end, limit)} at step {num_steps:,}"
+            if at_end > limit:
+                line = f"on its way over its budget: {line}; it ends at step {int(step * limit / used):,}"
+            lines.append(line)
     return lines
 
 
