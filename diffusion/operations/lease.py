@@ -300,21 +300,15 @@ def leased(folder: Path | str, access: Access | None = None, *, is_shared: bool 
             what rank 0 writes there though it is to be shared.
     """
     path = folder / LEASE if isinstance(folder, Path) else storage.join(folder, LEASE)
-    applicant, lease = Applicant(path, access), None
-
-    def acquire() -> None:
-        nonlocal lease
-        lease = await_lease(
-            applicant,
-            "the run is running already",
-            "End that one (SIGTERM saves it) or wait for its end; or set another run_name, output_folder or "
-            "trainer.checkpoint_folder",
-        )
-
-    agree(lambda: acquire() if rank() == 0 else None, takes_long=True)
-    holder = broadcast(lease.holder if lease is not None else None)
+    applicant, activity = Applicant(path, access), "the run is running already"
+    remedy = (
+        "End that one (SIGTERM saves it) or wait for its end; or set another run_name, output_folder or "
+        "trainer.checkpoint_folder"
+    )
+    own = agree(lambda: await_lease(applicant, activity, remedy) if rank() == 0 else None, takes_long=True)
+    holder = broadcast(own and own.holder)
     assert holder is not None
-    found = lease or Lease(applicant.record, holder, is_own=False)
+    found = own or Lease(applicant.record, holder, is_own=False)
     try:
         if is_shared:
             agree(lambda: found.await_visible(folder) if local_rank() == 0 else None, takes_long=True)
