@@ -210,7 +210,8 @@ def _tasks(config: Config) -> Iterator[str]:
             "optimizer.name is muon with trainer.precision amp_fp16, whose scaled gradients only AdamW takes. Set "
             "optimizer.name=adamw, or trainer.precision=amp_bf16."
         )
-    if config.optimizer.base_width is not None and not _scales_with_width(config):
+    is_transformer = config.task is Task.diffusion and config.model.architecture.is_transformer
+    if config.optimizer.base_width is not None and not (is_transformer and config.model.lora is None):
         yield (
             "optimizer.base_width is set, and only transformers without LoRA have such learning rates. Remove it, or "
             "set task=diffusion model.architecture=transformer_m model.lora=null."
@@ -273,10 +274,6 @@ def _network(config: Config) -> Iterator[str]:
     for name in ("class_embed_type", "num_class_embeds"):
         if changes.get(name) is not None:
             yield f"model.network.{name} is {changes[name]}, and the data has no classes. Remove it."
-
-
-def _scales_with_width(config: Config) -> bool:
-    return config.task is Task.diffusion and config.model.architecture.is_transformer and config.model.lora is None
 
 
 def _pixels(config: Config) -> Iterator[str]:
