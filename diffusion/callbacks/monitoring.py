@@ -267,7 +267,7 @@ class CostMeter(Callback):
             self._file = self._costs = None
 
     def _add(self, costs: StartCosts, now: float) -> None:
-        costs.seconds[self._activity.value] += max(0.0, now - self._since)
+        costs.seconds[self._activity] += max(0.0, now - self._since)
         self._since = now
 
     def _write(self, now: float) -> None:
