@@ -164,18 +164,13 @@ class Chat:
         """
         try:
             listed = self._request("GET", "/models", None, 2 * _CONNECT_SECONDS)
+            names = [str(one["id"]) for one in listed["data"]]
         except _TemporaryError as error:
             raise UnavailableError(
                 f"no chat server answers at {self._url} ({error}); start it, or correct the URL"
             ) from error
-        except (UnansweredError, _AbsentError):
+        except (UnansweredError, _AbsentError, LookupError, TypeError):
             return  # A gateway that does not list its models.
-        models = listed.get("data") if isinstance(listed, dict) else None
-        names = (
-            [str(one["id"]) for one in models if isinstance(one, dict) and "id" in one]
-            if isinstance(models, list)
-            else []
-        )
         if names and self._model not in names:
             shown = similar_names(self._model, names) or names[:8]
             raise ConfigurationError(f"{self._url} has no model {self._model}; it has {redact(', '.join(shown))}")

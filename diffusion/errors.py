@@ -6,6 +6,7 @@ raised is a defect of this package (or of a library below it) and keeps its trac
 
 import contextlib
 import difflib
+import errno
 from collections.abc import Iterable, Iterator
 
 from safetensors import SafetensorError
@@ -67,13 +68,19 @@ def error_context(key: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explained_writes(what: object, remedy: str = "") -> Iterator[None]:
-    """Report that a file or folder cannot be written, by the system or safetensors, as a MachineError."""
+    """Report that a file or folder cannot be written, by the system or safetensors, as a MachineError.
+
+    Without a remedy it is to free space on a full disk, or to choose another folder.
+    """
     try:
         yield
+    except UserError:  # Some are an OSError, too.
+        raise
     except (OSError, SafetensorError) as error:
-        advice = f". {remedy}" if remedy else ""
+        is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        remedy = remedy or ("Free space on the disk" if is_full else "Choose a folder that can be written to")
         reason = getattr(error, "strerror", None) or error
-        raise MachineError(f"{what} cannot be written: {reason}{advice}") from error
+        raise MachineError(f"{what} cannot be written: {reason}. {remedy}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -176,27 +176,19 @@ def open_lock(path: Path, *, shared: bool = False, timeout: float | None = None)
     """
     access = os.O_RDONLY if shared or path.is_dir() else os.O_RDWR
     descriptor = os.open(path, access if path.is_dir() else access | os.O_CREAT, 0o644)
-    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    kind, deadline = fcntl.LOCK_SH if shared else fcntl.LOCK_EX, time.monotonic() + (timeout or 0.0)
     try:
-        if timeout is None:
-            fcntl.flock(descriptor, kind)
-        else:
-            _poll_lock(descriptor, kind | fcntl.LOCK_NB, time.monotonic() + timeout, path)
+        while True:
+            try:
+                fcntl.flock(descriptor, kind if timeout is None else kind | fcntl.LOCK_NB)
+                return descriptor
+            except BlockingIOError as error:
+                if timeout is None or time.monotonic() >= deadline:
+                    raise TimeoutError(f"{path} is locked by another process") from error
+            threading.Event().wait(_LOCK_PAUSE_SECONDS)
     except BaseException:
         os.close(descriptor)
         raise
-    return descriptor
-
-
-def _poll_lock(descriptor: int, operation: int, deadline: float, path: Path) -> None:
-    pause = threading.Event()
-    while True:
-        try:
-            return fcntl.flock(descriptor, operation)
-        except BlockingIOError as error:
-            if time.monotonic() >= deadline:
-                raise TimeoutError(f"{path} is locked by another process") from error
-        pause.wait(_LOCK_PAUSE_SECONDS)
 
 
 _of_this_process: set[int] = set()

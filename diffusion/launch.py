@@ -27,7 +27,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path, PosixPath
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, TypeVar
 
 from diffusion.config.secrets import redact_arguments
 from diffusion.distributed import (
@@ -69,6 +69,8 @@ _FIRST_SECONDS = 5.0
 """Time in which a node's first rank has to end, if it has met the same error."""
 
 _PAUSE_SECONDS = 0.05
+
+T = TypeVar("T")
 
 
 def say_to_stderr(message: str) -> None:
@@ -127,36 +129,39 @@ class CommandParser(argparse.ArgumentParser):
             super()._print_message(message, file)
 
 
-def number(text: str) -> float:
-    """Read a number that is finite and not negative, as the `type` of an argument."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no number of at least 0")
-    return value
+def _argument(read: Callable[[str], T], words: str, holds: Callable[[T], bool]) -> Callable[[str], T]:
+    """Make the `type` of an argument from what reads its text, and a condition."""
+
+    def parse(text: str) -> T:
+        try:
+            if holds(value := read(text)):
+                return value
+        except (ValueError, KeyError):
+            pass
+        raise argparse.ArgumentTypeError(f"{text} is no {words}")
+
+    return parse
 
 
-def positive_number(text: str) -> float:
-    """Read a finite number above 0, as the `type` of an argument."""
-    if not (value := number(text)):
-        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
-    return value
+def _seconds(text: str) -> float:
+    return float(text[:-1]) * {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}[text[-1:]]
 
 
-def whole_number(text: str) -> int:
-    """Read a whole number of at least 0, as the `type` of an argument."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 0")
-    return int(text)
+def _name_and_score(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    return name, float(value)
 
 
-def port(text: str) -> int:
-    """Read a TCP port, as the `type` of an argument; 0 is a free one."""
-    if (value := whole_number(text)) >= 2**16:
-        raise argparse.ArgumentTypeError(f"{text} is no port from 0 to 65535")
-    return value
+number = _argument(float, "number of at least 0", lambda value: 0 <= value < math.inf)
+positive_number = _argument(float, "number above 0", lambda value: 0 < value < math.inf)
+share = _argument(float, "share from 0 to 1", lambda value: 0 <= value <= 1)
+whole_number = _argument(int, "whole number of at least 0", lambda value: value >= 0)
+positive = _argument(int, "whole number of at least 1", lambda value: value >= 1)
+port = _argument(int, "port from 0 to 65535", lambda value: 0 <= value < 2**16)
+duration = _argument(_seconds, "time: give 90s, 30m, 2h or 1d", lambda value: 0 < value < math.inf)
+named_score = _argument(_name_and_score, "score such as aesthetic=7", lambda score: math.isfinite(score[1]))
+existing_folder = _argument(lambda text: Path(text).expanduser(), "folder", Path.is_dir)
+"""Types of arguments; `duration` is in seconds."""
 
 
 def unicode_text(text: str) -> str:
@@ -166,21 +171,6 @@ def unicode_text(text: str) -> str:
     except UnicodeEncodeError as error:
         raise argparse.ArgumentTypeError(f"{text!a} is no UTF-8") from error
     return text
-
-
-def positive(text: str) -> int:
-    """Read a whole number of at least 1, as the `type` of an argument."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 1")
-    return int(text)
-
-
-def existing_folder(text: str) -> Path:
-    """Read an existing folder, as the `type` of an argument."""
-    path = Path(text).expanduser()
-    if not path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is no folder")
-    return path
 
 
 class OutputFile(PosixPath):
@@ -198,27 +188,6 @@ def output_file(text: str) -> Path:
             if is_new:
                 path.unlink()
     return path
-
-
-def duration(text: str) -> float:
-    """Seconds of a command line's `90s`, `30m`, `2h` or `1d`."""
-    number, unit = text[:-1], text[-1:]
-    factors = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-    if unit not in factors or not number.replace(".", "", 1).isdigit() or not float(number):
-        raise argparse.ArgumentTypeError(f"{text} is no time: give 90s, 30m, 2h or 1d")
-    return float(number) * factors[unit]
-
-
-def named_score(text: str) -> tuple[str, float]:
-    """Read NAME=NUMBER, as the `type` of an argument."""
-    name, _, value = text.partition("=")
-    try:
-        score = float(value)
-    except ValueError:
-        score = math.nan
-    if not math.isfinite(score):
-        raise argparse.ArgumentTypeError(f"{text} is no score such as aesthetic=7")
-    return name, score
 
 
 def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to_stderr) -> int:

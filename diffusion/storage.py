@@ -30,7 +30,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from fsspec.spec import AbstractBufferedFile
 
-from diffusion.errors import ConfigurationError, DataError, MachineError, UnavailableError
+from diffusion.errors import ConfigurationError, DataError, MachineError, UnavailableError, explained_writes
 from diffusion.files import atomic_path, hash_file, unique_partial
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ _STREAMING = ("gs", "oci", "azure", "azure-dl", "sftp", "dbfs", "dbfs-uc", "alip
 """Schemes whose downloads Streaming's own clients make: their packages are installed with it."""
 
 _PASSING_CODES = (
-    *("SlowDown", "RequestTimeout", "Throttling", "ThrottlingException", "RequestTimeTooSkewed"),
+    *("SlowDown", "RequestTimeout", "Throttling", "ThrottlingException", "RequestTimeTooSkewed", "InternalError"),
     "ConditionalRequestConflict",  # Two conditional writes of one object at a time.
 )
 _CREDENTIAL_CODES = (
@@ -230,9 +230,9 @@ def write(uri: str, content: bytes, access: Access | None = None) -> None:
     if is_url(uri):
         _attempt(uri, access, lambda store: _s3(store, uri).write(uri, content))
         return
-    with writing(uri):
-        Path(uri).parent.mkdir(parents=True, exist_ok=True)
-        path = Path(uri)
+    path = Path(uri)
+    with explained_writes(uri):
+        path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(path, partial=unique_partial(path)) as partial:  # Two workers may write the same file.
             partial.write_bytes(content)
 
@@ -250,7 +250,8 @@ def replace(uri: str, content: bytes, version: str | None, access: Access | None
     Raises:
         ChangedFileError: it has another version. If an answer was lost, that may be the one of an earlier attempt.
     """
-    return _attempt(uri, access, lambda store: _s3(store, uri).replace(uri, content, version))
+    condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": f'"{version}"'}
+    return _attempt(uri, access, lambda store: _s3(store, uri).write(uri, content, **condition))
 
 
 def delete_version(uri: str, version: str, access: Access | None = None) -> None:
@@ -289,23 +290,12 @@ def delete(uris: Iterable[str], access: Access | None = None) -> None:
     uris = list(uris)
     for uri in uris:
         if not is_url(uri):
-            with writing(uri):
+            with explained_writes(uri):
                 Path(uri).unlink(missing_ok=True)
     uris = list(filter(is_url, uris))
     for start in range(0, len(uris), _PAGE_KEYS):
         some = uris[start : start + _PAGE_KEYS]
         _attempt(some[0], access, lambda store, some=some: _s3(store, some[0]).delete(some))
-
-
-@contextmanager
-def writing(uri: str) -> Iterator[None]:
-    """Explain errors of a file that the block writes."""
-    try:
-        yield
-    except OSError as error:
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "free space on the disk" if is_full else "choose a folder that can be written to"
-        raise MachineError(f"cannot write to {uri}: {error.strerror or error}; {remedy}") from error
 
 
 def download(
@@ -340,7 +330,7 @@ def download(
             raise UnavailableError(f"{shown(uri)}: {found} bytes came instead of {size}")
 
     partial = unique_partial(path)
-    try:
+    with explained_writes(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(path, partial=partial, durable=False):
             for _ in range(2):
@@ -349,10 +339,6 @@ def download(
                     return
                 logger.warning("%s: its %s is wrong", shown(uri), digest[0])
             raise DataError(f"{shown(uri)} is damaged: its {digest and digest[0]} is wrong, twice")
-    except (DataError, MachineError):
-        raise
-    except OSError as error:
-        raise MachineError(f"cannot write to {path}: {error.strerror or error}") from error
 
 
 def concurrent_map(function: Callable[[Item], T], items: Iterable[Item]) -> Iterator[T]:
@@ -528,19 +514,15 @@ class _S3Store:
 
         self._read(uri, request)
 
-    def write(self, uri: str, content: bytes) -> None:
+    def write(self, uri: str, content: bytes, **condition: str) -> str:
+        """Write an object on a condition, and return its version."""
         with self._errors(uri):
-            self._client().put_object(**_object(uri), Body=content)
+            return self._client().put_object(**_object(uri), Body=content, **condition).get("ETag", "").strip('"')
 
     def read_version(self, uri: str) -> tuple[bytes, str]:
         with self._errors(uri):
             answer = self._client().get_object(**_object(uri))
             return answer["Body"].read(), answer["ETag"].strip('"')
-
-    def replace(self, uri: str, content: bytes, version: str | None) -> str:
-        condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": f'"{version}"'}
-        with self._errors(uri):
-            return self._client().put_object(**_object(uri), Body=content, **condition)["ETag"].strip('"')
 
     def delete_version(self, uri: str, version: str) -> None:
         with self._errors(uri):
@@ -562,13 +544,8 @@ class _S3Store:
         with self._errors(uris[0]):
             answer = self._client().delete_objects(Bucket=_object(uris[0])["Bucket"], Delete=objects)
         for failure in answer.get("Errors", ()):  # Of single objects, in an answer of status 200.
-            uri, code = keys[failure["Key"]], failure["Code"]
-            if code == "AccessDenied":
-                raise _forbidden(uri)
-            if code == "InternalError" or code in _PASSING_CODES:
-                raise _unavailable(uri, code)
-            if code != "NoSuchKey":
-                raise MachineError(f"{shown(uri)} cannot be deleted: the store answers {code}")
+            if failure["Code"] != "NoSuchKey":
+                raise self._answer(keys[failure["Key"]], failure["Code"])
 
     def _read(self, uri: str, request: Callable[[Any], T]) -> T:
         """Make a request that a public bucket grants to anybody: without credentials where there are none."""
@@ -603,7 +580,8 @@ class _S3Store:
             where = f"the profile {self._profile}" if self._profile else "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
             raise MachineError(f"{shown(uri)}: no credentials were found; set {where}, or AWS_PROFILE") from error
         except aws.ClientError as error:
-            raise self._answer(uri, error) from error
+            code = str(error.response.get("Error", {}).get("Code", ""))
+            raise self._answer(uri, code, _status(error)) from error
         except (
             *(aws.ConnectionError, aws.HTTPClientError, aws.IncompleteReadError, aws.ResponseStreamingError),
             *(Boto3Error, HTTPError, ConnectionError, TimeoutError),
@@ -612,9 +590,8 @@ class _S3Store:
         except aws.BotoCoreError as error:
             raise MachineError(f"{shown(uri)}: the request failed ({type(error).__name__})") from error
 
-    def _answer(self, uri: str, error: Any) -> Exception:
-        """Make the error for one that the store answered with."""
-        code, status = str(error.response.get("Error", {}).get("Code", "")), _status(error)
+    def _answer(self, uri: str, code: str, status: int = 0) -> Exception:
+        """Make the error for a code of the store, and for the HTTP status of its answer."""
         if code == "NoSuchBucket":
             where = f" at {shown(self._endpoint)}" if self._endpoint else ""
             return DataError(
@@ -629,7 +606,7 @@ class _S3Store:
                 f"{shown(uri)}: the store refuses the credentials ({code}); correct AWS_ACCESS_KEY_ID, "
                 "AWS_SECRET_ACCESS_KEY and the region"
             )
-        if status in (401, 403):
+        if status in (401, 403) or code == "AccessDenied":
             return _forbidden(uri)
         if status >= 500 or status == 429 or code in _PASSING_CODES:
             return _unavailable(uri, code or status)

@@ -238,23 +238,15 @@ def run_points(points: Sequence[Point], *, num_jobs: int) -> dict[str, str]:
     running: set[subprocess.Popen] = set()
     ended, starting = threading.Event(), threading.Lock()
 
-    def wait_for_lock(point: Point) -> int | None:
-        while not ended.is_set():
-            with suppress(TimeoutError):
-                return open_lock(point.folder / "sweep.lock", timeout=_LOCK_SECONDS)
-        return None
-
     def run(point: Point) -> None:
+        lock = None
         try:
-            run_locked(point)
-        except OSError as error:  # The launcher is missing, or the folder cannot be written.
-            failed[point.name] = f"not begun: {error}"
-
-    def run_locked(point: Point) -> None:
-        point.folder.mkdir(parents=True, exist_ok=True)
-        if (lock := wait_for_lock(point)) is None:
-            return
-        try:
+            point.folder.mkdir(parents=True, exist_ok=True)
+            while lock is None:
+                if ended.is_set():
+                    return
+                with suppress(TimeoutError):
+                    lock = open_lock(point.folder / "sweep.lock", timeout=_LOCK_SECONDS)
             with starting:
                 if ended.is_set() or (point.folder / FINISHED).is_file():
                     return
@@ -269,8 +261,11 @@ def run_points(points: Sequence[Point], *, num_jobs: int) -> dict[str, str]:
             if code or not (point.folder / FINISHED).is_file():
                 failed[point.name] = f"not finished, exit code {code}"
                 log.warning("point %s: %s; see %s", point.name, failed[point.name], point.folder / LOG)
+        except OSError as error:  # The launcher is missing, or the folder cannot be written.
+            failed[point.name] = f"not begun: {error}"
         finally:
-            os.close(lock)
+            if lock is not None:
+                os.close(lock)
 
     failed: dict[str, str] = {}
     with ThreadPoolExecutor(num_jobs) as pool:

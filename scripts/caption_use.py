@@ -1,27 +1,20 @@
 """Measure caption use: a run's validation loss with true and with shuffled captions, over several seeds."""
 
-import argparse
 import json
 from statistics import mean
 
-from diffusion.config.frozen import add_frozen_paths, frozen_paths
+from diffusion.config.frozen import add_model, frozen_paths
 from diffusion.launch import CommandParser, choose_device, positive, run_command
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
-    parser = CommandParser(description=__doc__)
-    parser.add_argument("checkpoint", help="checkpoint or run folder, with validation data in its configuration")
-    parser.add_argument("--weights", default="raw", help="raw, ema, or decay-0.999: one of several averages")
-    parser.add_argument("--seeds", type=positive, default=3, help="evaluation seeds")
-    parser.add_argument("--device", default=None, help="cpu, cuda ...; default: a GPU if available")
-    add_frozen_paths(parser)
-    return parser.parse_args()
 
 
 def main() -> None:
     """Measure and print."""
-    arguments = parse_arguments()
+    parser = CommandParser(description=__doc__)
+    add_model(parser)
+    parser.add_argument("--seeds", type=positive, default=3, help="evaluation seeds")
+    parser.add_argument("--device", default=None, help="cpu, cuda ...; default: a GPU if available")
+    arguments = parser.parse_args()
+
     from diffusion.checkpointing.find import resolve_checkpoint
     from diffusion.datasets.loader import validation_loader
     from diffusion.evaluation.validation_loss import measure_caption_use, open_validation_data

@@ -48,8 +48,10 @@ def doctor(arguments: Sequence[str]) -> None:
                 write_json(options.json, [asdict(verdict) for verdict in verdicts])
 
     agree(lambda: report() if is_first_rank() else None)
-    num_problems = sum(verdict.level is Level.problem for verdict in verdicts)
-    agree(lambda: raise_number(num_problems))
+    if num := sum(verdict.level is Level.problem for verdict in verdicts):
+        error = UserError(f"{num} problem{'s' if num > 1 else ''} found: see the table")
+        error.is_agreed = True  # The verdicts are the same on all ranks.
+        raise error
 
 
 def check_initial_weights(config: "Config") -> Iterator["Verdict"]:
@@ -63,12 +65,6 @@ def check_initial_weights(config: "Config") -> Iterator["Verdict"]:
         check_objective(config)
     except UserError as error:
         yield problem("init_from", str(error))
-
-
-def raise_number(num_problems: int) -> None:
-    """Raise an error with the number of problems, if there are any."""
-    if num_problems:
-        raise UserError(f"{num_problems} problem{'s' if num_problems > 1 else ''} found: see the table")
 
 
 if __name__ == "__main__":

@@ -9,20 +9,16 @@ from the same noise as scripts/generate.py. `init_from.checkpoint=FOLDER` with `
 a folder. `ldm` is the layout of the original Stable Diffusion code, which ComfyUI, A1111 and sd-scripts read.
 """
 
-import argparse
 from pathlib import Path
 
-from diffusion.config.frozen import add_frozen_paths, frozen_paths
+from diffusion.config.frozen import add_model, frozen_paths
 from diffusion.launch import CommandParser, named_score, run_command, unicode_text
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
+def main() -> None:
+    """Export."""
     parser = CommandParser(description="Export a run's model.")
-    parser.add_argument(
-        "checkpoint",
-        help="checkpoint, run folder or its `checkpoints` folder (newest checkpoint), or a file of averaged weights",
-    )
+    add_model(parser)
     parser.add_argument(
         "out", type=Path, help="new folder; or FILE.safetensors for the network alone, without a text adapter"
     )
@@ -31,9 +27,6 @@ def parse_arguments() -> argparse.Namespace:
         default="diffusers",
         choices=["diffusers", "ldm", "kohya"],
         help="ldm: U-Net, VAE and text encoder in FILE.safetensors; kohya: LoRA alone in FILE.safetensors",
-    )
-    parser.add_argument(
-        "--weights", default="raw", help="raw: training weights; ema: their average; decay-0.999: one of several"
     )
     parser.add_argument(
         "--score", type=named_score, nargs="+", default=[], metavar="NAME=NUMBER",
@@ -50,13 +43,8 @@ def parse_arguments() -> argparse.Namespace:
         metavar="USER/NAME",
         help="upload to this repository of the hub, created as a private one; token: HF_TOKEN or `hf auth login`",
     )
-    add_frozen_paths(parser)
-    return parser.parse_args()
+    arguments = parser.parse_args()
 
-
-def main() -> None:
-    """Export."""
-    arguments = parse_arguments()
     from diffusion.export import ExportLayout, Licences, export, push_to_hub
 
     out, repository = arguments.out.expanduser(), arguments.push_to_hub

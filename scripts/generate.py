@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from diffusion.config.frozen import add_frozen_paths, frozen_paths
+from diffusion.config.frozen import add_model, frozen_paths
 from diffusion.errors import ConfigurationError, error_context, explained_writes
 from diffusion.files import read_json_lines
 from diffusion.launch import CommandParser, choose_device, named_score, positive, run_command, unicode_text
@@ -20,10 +20,7 @@ GRID_IMAGES = 128
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = CommandParser(description="Generate images from a run's checkpoint.")
-    parser.add_argument(
-        "checkpoint",
-        help="checkpoint, run folder or its `checkpoints` folder (newest checkpoint), or a file of averaged weights",
-    )
+    add_model(parser)
     parser.add_argument(
         "--out", type=Path, required=True, help="folder for the images, metadata.jsonl and a grid of the first 128"
     )
@@ -39,9 +36,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rewrite-key", metavar="VARIABLE", help="environment variable with its key; default: no key")
     parser.add_argument("--rewrite-instructions", type=Path, metavar="FILE", help="text in place of the usual request")
     parser.add_argument("--negative-prompt", type=unicode_text, help="prompt to avoid; default: the empty caption")
-    parser.add_argument(
-        "--weights", default="raw", help="raw: training weights; ema: their average; decay-0.999: one of several"
-    )
     parser.add_argument("--images-per-prompt", type=positive, default=1)
     parser.add_argument("--seed", type=int, help="image i gets seed + i; default: random")
     parser.add_argument("--steps", type=positive, default=50, help="steps of the sampler")
@@ -60,7 +54,6 @@ def parse_arguments() -> argparse.Namespace:
         "--c2pa", type=Path, nargs=2, metavar=("CERTIFICATES", "KEY"),
         help="sign a C2PA manifest into each image: PEM files of certificate chain and private key",
     )  # fmt: skip
-    add_frozen_paths(parser)
     return parser.parse_args()
 
 

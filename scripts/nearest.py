@@ -7,28 +7,16 @@ was trained on one. An image that is nearer to training than nearly all validati
 gets nearest.jsonl, a row per image, and nearest.html, which shows the images beside their neighbours.
 """
 
-import argparse
 import sys
 from functools import partial
 from pathlib import Path
 
 from diffusion.errors import explained_writes
-from diffusion.launch import CommandParser, choose_device, existing_folder, positive, run_command
+from diffusion.launch import CommandParser, choose_device, existing_folder, positive, run_command, share
 
 
-def share(text: str) -> float:
-    """Read a number from 0 to 1, as the `type` of an argument."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is no share from 0 to 1")
-    return number
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
+def main() -> None:
+    """Open, compare, write."""
     parser = CommandParser(description=__doc__)
     parser.add_argument("images", type=existing_folder, metavar="IMAGES", help="folder of generated images")
     parser.add_argument("data", type=existing_folder, metavar="DATA", help="folder of a prepared data set, or of a run")
@@ -47,12 +35,8 @@ def parse_arguments() -> argparse.Namespace:
         "reduced pixels, which find copies",
     )  # fmt: skip
     parser.add_argument("--device", help="cpu, cuda ...; default: a GPU if available")
-    return parser.parse_args()
+    options = parser.parse_args()
 
-
-def main() -> None:
-    """Open, compare, write."""
-    options = parse_arguments()
     import numpy as np
     import torch
 

@@ -9,7 +9,6 @@ public summary of training content that the EU's AI Act asks for (article 53(1)(
 provider completes it.
 """
 
-import argparse
 import csv
 import json
 from pathlib import Path
@@ -20,8 +19,8 @@ from diffusion.files import atomic_path, csv_text
 from diffusion.launch import CommandParser, output_file, run_command
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
+def main() -> None:
+    """Count, look up, write."""
     parser = CommandParser(description=__doc__)
     parser.add_argument("checkpoint", help="checkpoint, or run folder (newest checkpoint)")
     parser.add_argument("--data", type=Path, help="folder of the buckets of the prepared data, such as PREPARED/train")
@@ -29,12 +28,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--summary", type=output_file, metavar="FILE.md", help="summary of the training content to write"
     )
-    return parser.parse_args()
+    options = parser.parse_args()
 
-
-def main() -> None:
-    """Count, look up, write."""
-    options = parse_arguments()
     from diffusion.checkpointing.find import resolve_checkpoint
     from diffusion.checkpointing.read import read_config, read_position
     from diffusion.config.loading import from_dict

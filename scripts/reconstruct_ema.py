@@ -4,25 +4,20 @@ Karras et al. 2024, section 3.2. The run needs stored power-function averages (`
 scripts/generate.py reads the output as a checkpoint.
 """
 
-import argparse
 from pathlib import Path
 
 from diffusion.launch import CommandParser, run_command
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
+def main() -> None:
+    """Reconstruct, write and report the error."""
     parser = CommandParser(description="Reconstruct averages of any width from the stored averages of a run.")
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--width", type=float, nargs="+", required=True, help="relative widths, such as 0.08")
     parser.add_argument("--store", help="s3://bucket/prefix of the run's checkpoints, to download averages")
     parser.add_argument("--step", type=int, help="step of a stored average; default: the last")
-    return parser.parse_args()
+    arguments = parser.parse_args()
 
-
-def main() -> None:
-    """Reconstruct, write and report the error."""
-    arguments = parse_arguments()
     from diffusion.ema.posthoc import fetch_averages, reconstruct
 
     if arguments.store is not None:

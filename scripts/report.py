@@ -6,14 +6,13 @@
 The run may be in progress. The page needs no network.
 """
 
-import argparse
 from pathlib import Path
 
 from diffusion.launch import CommandParser, existing_folder, output_file, run_command
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
+def main() -> None:
+    """Read and write."""
     parser = CommandParser(description=__doc__)
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--phases", type=Path, nargs="+", default=[], help="run folders of later phases, in order")
@@ -21,12 +20,8 @@ def parse_arguments() -> argparse.Namespace:
         "--evaluations", type=existing_folder, nargs="+", default=[], help="other output folders of evaluate.py"
     )
     parser.add_argument("--out", type=output_file, help="page to write (default: report.html in the last run folder)")
-    return parser.parse_args()
+    options = parser.parse_args()
 
-
-def main() -> None:
-    """Read and write."""
-    options = parse_arguments()
     from diffusion.formats.run_folder import REPORT
     from diffusion.reports.run import read_phases
     from diffusion.reports.run_page import write_report

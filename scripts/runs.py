@@ -26,15 +26,16 @@ from diffusion.launch import CommandParser, positive, run_command
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = CommandParser(description=__doc__)
-    commands = parser.add_subparsers(dest="action", required=True)
+    commands = parser.add_subparsers(required=True)
     listing = commands.add_parser("list", help="status and costs of each run")
     listing.add_argument("folders", nargs="*", type=Path, default=[Path("runs")], help="default: runs/")
     for name, text in (("show", "time of a run by activity"), ("stop", "save and end")):
         commands.add_parser(name, help=text).add_argument("run", type=Path)
-    resume = commands.add_parser("resume", help="restart under its supervisor")
-    resume.add_argument("run", type=Path)
-    resume.add_argument("overrides", nargs="*", metavar="key.sub=value", help="added to its last command")
-    resume.add_argument("--yes", action="store_true", help="run the command of a folder that was moved or copied")
+    resuming = commands.add_parser("resume", help="restart under its supervisor")
+    resuming.add_argument("run", type=Path)
+    resuming.add_argument("overrides", nargs="*", metavar="key.sub=value", help="added to its last command")
+    text = "run the command of a folder that was moved or copied"
+    resuming.add_argument("--yes", action="store_true", dest="is_confirmed", help=text)
     costs = commands.add_parser(
         "costs", help="GPU time, storage and traffic in dollars, and whether the budget suffices"
     )
@@ -45,13 +46,22 @@ def parse_arguments() -> argparse.Namespace:
     costs.add_argument("--egress-price", type=float, help="dollars per TB read from the store")
     inventory = commands.add_parser("inventory", help="data sets, checkpoints and caches, and which runs use them")
     inventory.add_argument("roots", nargs="+", metavar="ROOT", help="folder, or s3://bucket/prefix")
-    inventory.add_argument("--runs", nargs="+", type=Path, default=[], help="run folders, or folders that contain them")
+    inventory.add_argument(
+        "--runs", nargs="+", type=Path, default=[], dest="folders", help="run folders, or folders that contain them"
+    )
     for command in (costs, inventory):
         command.add_argument("--storage-price", type=float, help="dollars per TB and month")
-    prune = commands.add_parser("prune", help="remove checkpoints that no run needs")
-    prune.add_argument("folders", nargs="+", type=Path, help="run folders, or folders that contain them")
-    prune.add_argument("--keep", type=positive, help="checkpoints of each run that stay (trainer.keep_checkpoints)")
-    prune.add_argument("--yes", action="store_true", help="remove them; without it they are only listed")
+    pruning = commands.add_parser("prune", help="remove checkpoints that no run needs")
+    pruning.add_argument("folders", nargs="+", type=Path, help="run folders, or folders that contain them")
+    pruning.add_argument("--keep", type=positive, help="checkpoints of each run that stay (trainer.keep_checkpoints)")
+    text = "remove them; without it they are only listed"
+    pruning.add_argument("--yes", action="store_true", dest="is_confirmed", help=text)
+    actions = {
+        "list": show_list, "show": show, "stop": stop, "resume": resume, "costs": show_costs,
+        "inventory": show_inventory, "prune": prune,
+    }  # fmt: skip
+    for name, action in actions.items():
+        commands.choices[name].set_defaults(action=action)
     return parser.parse_args()
 
 
@@ -132,7 +142,7 @@ def show_costs(run: Path, **prices: float | None) -> None:
     from diffusion.config.checks import planned_steps
     from diffusion.formats.run_folder import read_config
     from diffusion.operations.costs import project, read_costs
-    from diffusion.operations.inventory import expense_rows, expenses, stored_bytes
+    from diffusion.operations.inventory import expense_rows, stored_bytes
     from diffusion.operations.runs import read_status
     from diffusion.reports.tables import text_table
 
@@ -140,13 +150,12 @@ def show_costs(run: Path, **prices: float | None) -> None:
     if not starts:
         raise ConfigurationError(f"{run} has not trained yet: it has no costs.jsonl")
     size, absent = stored_bytes(run, config)
-    step, num_steps = starts[-1].reached, planned_steps(config)
-    print(f"{run}: {read_status(run)}, step {step:,} of {num_steps:,}")
-    print(*text_table(expense_rows(expenses(starts, size, **prices), step, num_steps)), sep="\n")
+    num_steps = planned_steps(config)
+    print(f"{run}: {read_status(run)}, step {starts[-1].reached:,} of {num_steps:,}")
+    print(*text_table(expense_rows(starts, size, num_steps, **prices)), sep="\n")
     for folder in absent:
         print(f"not on this machine, and not counted: {folder}")
-    limits = config.operations
-    for line in project(starts, num_steps, max_gpu_hours=limits.max_gpu_hours, max_dollars=limits.max_dollars):
+    for line in project(starts, num_steps, config.operations):
         print(line)
 
 
@@ -215,22 +224,8 @@ def prune(folders: list[Path], keep: int | None, *, is_confirmed: bool) -> None:
 
 def main() -> None:
     """Run the command."""
-    options = parse_arguments()
-    if options.action == "list":
-        show_list(options.folders)
-    elif options.action == "show":
-        show(options.run)
-    elif options.action == "stop":
-        stop(options.run)
-    elif options.action == "resume":
-        resume(options.run, options.overrides, is_confirmed=options.yes)
-    elif options.action == "costs":
-        prices = {name: getattr(options, name) for name in ("gpu_price", "storage_price", "egress_price")}
-        show_costs(options.run, **prices)
-    elif options.action == "inventory":
-        show_inventory(options.roots, options.runs, options.storage_price)
-    else:
-        prune(options.folders, options.keep, is_confirmed=options.yes)
+    options = vars(parse_arguments())
+    options.pop("action")(**options)
 
 
 if __name__ == "__main__":

@@ -56,17 +56,13 @@ def parse_arguments() -> argparse.Namespace:
 
 def read_pool(options: argparse.Namespace) -> "HostPool | None":
     """Read the hosts that are available; None for a job of this machine."""
-    from diffusion.operations.hosts import HOSTS_PLACEHOLDER, HostPool, parse_host_names
+    from diffusion.operations.hosts import HOSTS_PLACEHOLDER, HostPool, read_host_names
 
     if options.hosts is None:
         if any(one is not None for one in (options.nodes, options.ranks_per_host, options.grow_after)):
             raise ConfigurationError("--nodes, --ranks-per-host and --grow-after need --hosts FILE: add it")
         return None
-    try:
-        text = options.hosts.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"--hosts {options.hosts} cannot be read: {error}") from error
-    hosts = parse_host_names(text, f"--hosts {options.hosts}")
+    hosts = read_host_names(options.hosts)
     if not any(HOSTS_PLACEHOLDER in word for word in options.command):
         raise ConfigurationError(
             f"--hosts {options.hosts}: the command needs the word {HOSTS_PLACEHOLDER} in place of the hosts, as in "

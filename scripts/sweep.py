@@ -9,7 +9,6 @@ The file format is that of `wandb sweep`. The same command continues a sweep wit
 table, best point first, and writes it to points.csv.
 """
 
-import argparse
 import logging
 import shlex
 import signal
@@ -19,8 +18,8 @@ from pathlib import Path
 from diffusion.launch import CommandParser, positive, run_command
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
+def main() -> None:
+    """Run the unfinished points, print the table."""
     parser = CommandParser(description=__doc__)
     parser.add_argument("sweep", type=Path, metavar="SWEEP.yaml", help="file of the sweep")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="values of all points")
@@ -31,12 +30,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=positive, default=1, help="simultaneous points; default: 1")
     parser.add_argument("--seed", type=int, default=17, help="of random sweeps")
     parser.add_argument("--table", action="store_true", help="write the table, and run nothing")
-    return parser.parse_intermixed_args()
+    options = parser.parse_intermixed_args()
 
-
-def main() -> None:
-    """Run the unfinished points, print the table."""
-    options = parse_arguments()
     from diffusion.errors import MachineError, explained_writes
     from diffusion.files import write_atomically
     from diffusion.sweeps import LOG, make_points, read_sweep, result_table, run_points

@@ -16,11 +16,10 @@ from composer.utils import is_notebook
 from diffusion.callbacks.autoencoder import AwaitDiscriminator, SaveAutoencoder, statistics_images
 from diffusion.callbacks.compilation import ParallelCompilation
 from diffusion.callbacks.guards import BadImageGuard, LossGuard
-from diffusion.callbacks.loggers import ProgressLines, TensorBoardLogger, WandB
+from diffusion.callbacks.loggers import ProgressLines, PrometheusLogger, TensorBoardLogger, WandB
 from diffusion.callbacks.metrics_file import MetricsFile, StartsFile
 from diffusion.callbacks.monitoring import CostMeter, Heartbeat, Utilisation
 from diffusion.callbacks.preemption import SaveOnPreemption
-from diffusion.callbacks.prometheus import PrometheusLogger
 from diffusion.callbacks.samples import SampleGrids
 from diffusion.callbacks.saving import RunRecord, SaveCheckpoints
 from diffusion.callbacks.step import (
@@ -30,8 +29,8 @@ from diffusion.callbacks.step import (
     CountChunks,
     DataPosition,
     StepAddress,
+    StreamLosses,
 )
-from diffusion.callbacks.stream_losses import StreamLosses
 from diffusion.checkpointing.resume import CheckpointStorage
 from diffusion.composer_models import AutoencoderTraining, LatentDiffusionTraining
 from diffusion.config.checks import interval_of, steps_of
@@ -90,14 +89,31 @@ def build_callbacks(
     Raises:
         ConfigurationError: a plug-in cannot be imported or built.
     """
-    folder, operations = storage.run, config.operations
+    folder, operations, settings, data = storage.run, config.operations, config.trainer, config.data
     ema, averages = build_averages(config.algorithms.ema, folder, storage.remote)
-    utilisation = _build_utilisation(config, dataset)
+    streams = dataset.streams if isinstance(dataset, TrainingDataset) else []
+    loader = LoaderSettings(
+        num_workers=data.num_workers,
+        num_cores=num_cores(),
+        decodes=bool(streams) and data.representation == Representation.images,
+        has_cache_limit=data.cache_limit is not None,
+    )
+    is_remote = any(stream.remote is not None for stream in streams)
+    interval = config.loggers.utilisation_interval
+    utilisation = Utilisation(interval, loader, dataset.meter if is_remote else None)
     meter = CostMeter(folder, operations, config.plan.price_per_gpu_hour, utilisation)
     guard = LossGuard(operations.guard, folder) if operations.guard is not None else None
-    saver = _build_saver(config, storage, guard)
+    keep_every = settings.keep_every
+    saver = SaveCheckpoints(
+        storage.folder,
+        interval_of(config, settings.save_interval, "trainer.save_interval"),
+        newest=settings.keep_checkpoints if settings.keep_checkpoints > 0 else None,
+        every=None if keep_every is None else steps_of(config, keep_every, "trainer.keep_every"),
+        remote=storage.remote,
+        background=settings.async_checkpoints,
+        guard=guard,
+    )
     max_norm = config.optimizer.max_grad_norm
-    interval = config.loggers.utilisation_interval
     bad_images = BadImageGuard(folder, interval, dataset) if isinstance(dataset, TextImageDataset) else None
     callbacks = [
         # Clocks: what the callbacks below do in an event belongs to the phase that begins with it.
@@ -165,32 +181,3 @@ def _build_task_callbacks(
         callbacks.append(StreamLosses(model, [one.name for one in streams], config.loggers.stream_loss_interval))
     samples = replace(config.samples, interval=interval_of(config, config.samples.interval, "samples.interval"))
     return [*callbacks, SampleGrids(model, samples, folder / SAMPLES, ema, config.run_name)]
-
-
-def _build_utilisation(config: Config, dataset: Any) -> Utilisation:
-    data = config.data
-    streams = dataset.streams if isinstance(dataset, TrainingDataset) else []
-    loader = LoaderSettings(
-        num_workers=data.num_workers,
-        num_cores=num_cores(),
-        decodes=bool(streams) and data.representation == Representation.images,
-        has_cache_limit=data.cache_limit is not None,
-    )
-    is_remote = any(stream.remote is not None for stream in streams)
-    return Utilisation(config.loggers.utilisation_interval, loader, dataset.meter if is_remote else None)
-
-
-def _build_saver(config: Config, storage: CheckpointStorage, guard: LossGuard | None) -> SaveCheckpoints:
-    settings = config.trainer
-    every = None
-    if settings.keep_every is not None:
-        every = steps_of(config, settings.keep_every, "trainer.keep_every")
-    return SaveCheckpoints(
-        storage.folder,
-        interval_of(config, settings.save_interval, "trainer.save_interval"),
-        newest=settings.keep_checkpoints if settings.keep_checkpoints > 0 else None,
-        every=every,
-        remote=storage.remote,
-        background=settings.async_checkpoints,
-        guard=guard,
-    )

@@ -25,9 +25,7 @@ class ParallelCompilation(Callback):
     """
 
     def __init__(self, config: Config, device: Device) -> None:
-        self._sizes = []
-        if config.plugins.train_dataset is None:
-            self._sizes = config.data.known_sizes
+        self._sizes = config.data.known_sizes if config.plugins.train_dataset is None else []
         self._compilers: Compilers | None = Compilers(compile_threads(), config.model, config.performance, device)
 
     def before_forward(self, state: State, logger: Logger) -> None:

@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases and progress lines, for runs that are interrupted and resumed.
+"""TensorBoard, Weights & Biases, Prometheus and progress lines, for runs that are interrupted and resumed.
 
 A resumed run repeats the steps after its checkpoint and logs their points again. TensorBoard hides the earlier ones
 (`purge_step`), and a wandb server ignores the later ones (`resume`).
@@ -7,10 +7,11 @@ A resumed run repeats the steps after its checkpoint and logs their points again
 import atexit
 import hashlib
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,14 @@ from composer.loggers import LoggerDestination, WandBLogger
 from composer.utils import dist
 
 from diffusion.config.loading import to_dict
+from diffusion.config.operations import PrometheusConfig
 from diffusion.config.schema import Config
 from diffusion.config.secrets import redact, redact_arguments
 from diffusion.distributed import agree
 from diffusion.errors import MachineError
 from diffusion.formats.run_folder import TRAIN_LOSS
+from diffusion.operations import metrics as names
+from diffusion.operations.metrics import read_run_metrics, served
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +41,15 @@ PROGRESS: dict[str, Callable[[float], str]] = {
     "time/remaining_estimate": lambda hours: f"{hours:.1f} h left" if hours >= 1 else f"{60 * hours:.0f} min left",
 }
 """Formats of the numbers in a progress line."""
+
+_LOGGED = {
+    TRAIN_LOSS: names.LOSS,
+    "throughput/samples_per_sec": names.IMAGES_PER_SECOND,
+    "throughput/batches_per_sec": names.STEPS_PER_SECOND,
+    "throughput/device/mfu": names.MFU,
+    "time/data_waiting_share": names.DATA_WAITING,
+}
+"""Names of logged numbers in Prometheus."""
 
 
 class TensorBoardLogger(LoggerDestination):
@@ -194,3 +207,28 @@ class ProgressLines(LoggerDestination):
             return
         known = ", ".join(text(self._numbers[name]) for name, text in PROGRESS.items() if name in self._numbers)
         log.info("step %d (%.1f %%): %s", state.timestamp.batch.value, 100 * elapsed.value, known)
+
+
+class PrometheusLogger(LoggerDestination):
+    """Serve the newest logged numbers, and what the run folder shows, from the beginning of training to its end."""
+
+    def __init__(self, settings: PrometheusConfig, run: Path, heartbeats: Path) -> None:
+        self._settings, self._run, self._heartbeats = settings, run, heartbeats
+        self._numbers = dict.fromkeys(_LOGGED.values(), math.nan)
+        self._server = ExitStack()
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Start the server; a MachineError on all ranks if the address cannot be used."""
+        is_first = dist.get_global_rank() == 0
+        agree(lambda: self._server.enter_context(served(self._settings, self._read)) if is_first else None)
+
+    def _read(self) -> names.MetricValues:
+        return {self._run.name: self._numbers | read_run_metrics(self._run, self._heartbeats)}
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Keep the newest numbers, all at once: a scrape reads them in another thread."""
+        self._numbers |= {_LOGGED[name]: float(metrics[name]) for name in _LOGGED.keys() & metrics.keys()}
+
+    def close(self, state: State, logger: Logger) -> None:
+        """End the server."""
+        self._server.close()

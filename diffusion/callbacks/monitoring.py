@@ -6,7 +6,6 @@ import math
 import os
 import socket
 import statistics
-import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -23,11 +22,10 @@ from torch._dynamo.callback import callback_handler
 from diffusion.config.operations import OperationsConfig
 from diffusion.config.secrets import redact
 from diffusion.datasets.cache import TierCounts, TierMeter
-from diffusion.distributed import USER_ERROR_EXIT_CODE, broadcast, rank
-from diffusion.errors import MachineError, UserError, explained_writes
+from diffusion.distributed import broadcast, rank
+from diffusion.errors import UserError, explained_writes
 from diffusion.formats.run_folder import BUDGET
 from diffusion.launch import exit_code
-from diffusion.operations import timeouts
 from diffusion.operations.checks.gpu import GpuMeter
 from diffusion.operations.costs import (
     Activity,
@@ -40,7 +38,7 @@ from diffusion.operations.costs import (
 )
 from diffusion.operations.hang_detection import STACKS_SIGNAL
 from diffusion.operations.heartbeats import HeartbeatFile, HeartbeatRecord, Phase, stacks_file
-from diffusion.operations.lease import Lease
+from diffusion.operations.lease import Lease, renewed
 from diffusion.operations.utilisation import (
     Counters,
     LoaderSettings,
@@ -85,16 +83,15 @@ QUIET_INTERVALS = 20
 class Heartbeat(Callback):
     """Write the phase of this rank to a small file; as a context, from the start of a run to its end.
 
-    A heartbeat is one write of 2 KiB that does not wait for the disk. A thread syncs the file, after which other hosts
-    of a shared file system see it, renews the lease of the run, and ends the process when another start has taken the
-    lease. Within the context, `STACKS_SIGNAL` makes the process write the stack traces of all its threads to a file
-    beside it. This callback comes before others, whose work then belongs to its phase.
+    A heartbeat is one write of 2 KiB that does not wait for the disk. The thread that renews the lease of the run also
+    syncs the file, after which other hosts of a shared file system see it. Within the context, `STACKS_SIGNAL` makes
+    the process write the stack traces of all its threads to a file beside it. This callback comes before others, whose
+    work then belongs to its phase.
     """
 
     def __init__(self, folder: Path, lease: Lease) -> None:
         self.folder, self._lease = folder, lease
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._sync_and_renew, name="heartbeat", daemon=True)
+        self._renewal = renewed(lease, self._sync)
         self._phase = Phase.starting
         self._count, self._step, self._num_done = 0, -1, 0
         self._changed = time.perf_counter()
@@ -112,14 +109,13 @@ class Heartbeat(Callback):
         callback_handler.register_start_callback(self._start_compilation)
         callback_handler.register_end_callback(self._end_compilation)
         self._write(Phase.starting)
-        self._thread.start()
+        self._renewal.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._ended.set()
-        self._thread.join()
+        self._renewal.__exit__(None, None, None)
         self._write(
             Phase.ended,
             code=exit_code(error),
@@ -141,7 +137,7 @@ class Heartbeat(Callback):
         """
         if event is Event.BATCH_CHECKPOINT:
             self._lease.check()
-        if event not in _PHASES or self._ended.is_set():
+        if event not in _PHASES or self._phase is Phase.ended:
             return
         now = time.perf_counter()
         if event is Event.BATCH_END:
@@ -158,17 +154,11 @@ class Heartbeat(Callback):
         if self._phase is Phase.compiling:
             self._write(Phase.step)
 
-    def _sync_and_renew(self) -> None:
-        """Renew the lease, then sync the file, whose failure is only logged; in a thread."""
-        while not self._ended.wait(timeouts.RENEWAL):
-            try:
-                self._lease.renew()
-                self._file.sync()
-            except MachineError as error:
-                log.critical("%s", error)
-                os._exit(USER_ERROR_EXIT_CODE)
-            except OSError as error:
-                log.warning("the heartbeat in %s does not reach the disk: %s", self.folder, error.strerror)
+    def _sync(self) -> None:
+        try:
+            self._file.sync()
+        except OSError as error:
+            log.warning("the heartbeat in %s does not reach the disk: %s", self.folder, error.strerror)
 
     def _write(self, phase: Phase, **ending: Any) -> None:
         self._phase = phase
@@ -213,8 +203,7 @@ class CostMeter(Callback):
 
     def _left(self) -> tuple[bool, str]:
         starts = self._before if self._costs is None else [*self._before, self._costs]
-        limits = self._operations
-        return budget_left(starts, max_gpu_hours=limits.max_gpu_hours, max_dollars=limits.max_dollars)
+        return budget_left(starts, self._operations)
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Open the row of this start.
@@ -278,7 +267,7 @@ class CostMeter(Callback):
             self._file = self._costs = None
 
     def _add(self, costs: StartCosts, now: float) -> None:
-        costs.seconds[self._activity.value] += max(0.0, now - self._since)
+        costs.seconds[self._activity] += max(0.0, now - self._since)
         self._since = now
 
     def _write(self, now: float) -> None:
@@ -358,9 +347,8 @@ class Utilisation(Callback):
         storage = TierCounts(*map(sum, zip(*storages, strict=True)))
         self.fetched_bytes += storage.fetched_bytes
         if self.tiers is not None:
-            metrics["storage/fetched_bytes"] = storage.fetched_bytes
-            metrics["storage/fetched_shards"] = storage.fetched_shards
-            metrics["storage/read_bytes"] = storage.read_bytes
+            names = ("fetched_bytes", "fetched_shards", "read_bytes")
+            metrics |= {f"storage/{name}": getattr(storage, name) for name in names}
             if storage.samples:
                 metrics["storage/cache_hit_rate"] = storage.hits / storage.samples
         logger.log_metrics(metrics)

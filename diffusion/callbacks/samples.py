@@ -66,30 +66,24 @@ class SampleGrids(Callback):
         images = to_pil(batch)
         grid = image_grid(images, min(len(images), GRID_COLUMNS))
         mark = Mark(model=f"{self.run_name} step {step} {'ema' if is_average else 'raw'}")
-        path = self.folder / f"step-{step:06d}.png"
-        with explained_writes(path, "Make room"):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with atomic_path(path, durable=False) as partial:
-                save_marked(grid, partial, mark, pnginfo=self._description(step, is_average))
-        arrays = [np.asarray(image) for image in images]
-        # use_table=True would ask wandb's server for its version, and hang without a network.
-        logger.log_images(arrays, name="samples", channels_last=True, step=step, use_table=False)
-
-    def _description(self, step: int, is_average: bool) -> PngInfo:
-        """Describe the grid in its file: under `samples`, a dictionary as JSON."""
-        config = self.config
-        text = PngInfo()
+        path, text = self.folder / f"step-{step:06d}.png", PngInfo()
         description = {
             "step": step,
             "weights": "ema" if is_average else "raw",
-            "prompts": config.prompts,
-            "guidance_scale": config.guidance_scale,
-            "num_inference_steps": config.num_inference_steps,
-            "seed": config.seed,
-            "scores": config.scores,
+            "prompts": self.config.prompts,
+            "guidance_scale": self.config.guidance_scale,
+            "num_inference_steps": self.config.num_inference_steps,
+            "seed": self.config.seed,
+            "scores": self.config.scores,
         }
         text.add_text("samples", json.dumps(description))
-        return text
+        with explained_writes(path, "Make room"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with atomic_path(path, durable=False) as partial:
+                save_marked(grid, partial, mark, pnginfo=text)
+        arrays = [np.asarray(image) for image in images]
+        # use_table=True would ask wandb's server for its version, and hang without a network.
+        logger.log_images(arrays, name="samples", channels_last=True, step=step, use_table=False)
 
     def _generate(self) -> torch.Tensor:
         """Generate the images of all prompts, [P, 3, height, width] on the CPU, in equal shares on the ranks."""

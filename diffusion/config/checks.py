@@ -210,7 +210,8 @@ def _tasks(config: Config) -> Iterator[str]:
             "optimizer.name is muon with trainer.precision amp_fp16, whose scaled gradients only AdamW takes. Set "
             "optimizer.name=adamw, or trainer.precision=amp_bf16."
         )
-    if config.optimizer.base_width is not None and not _scales_with_width(config):
+    is_transformer = config.task is Task.diffusion and config.model.architecture.is_transformer
+    if config.optimizer.base_width is not None and not (is_transformer and config.model.lora is None):
         yield (
             "optimizer.base_width is set, and only transformers without LoRA have such learning rates. Remove it, or "
             "set task=diffusion model.architecture=transformer_m model.lora=null."
@@ -273,10 +274,6 @@ def _network(config: Config) -> Iterator[str]:
     for name in ("class_embed_type", "num_class_embeds"):
         if changes.get(name) is not None:
             yield f"model.network.{name} is {changes[name]}, and the data has no classes. Remove it."
-
-
-def _scales_with_width(config: Config) -> bool:
-    return config.task is Task.diffusion and config.model.architecture.is_transformer and config.model.lora is None
 
 
 def _pixels(config: Config) -> Iterator[str]:
@@ -418,21 +415,26 @@ def resolve_device(device: Device, num_gpus: int) -> Device:
 
 def check_device(config: Config, *, num_gpus: int, bf16_supported: bool, local_world_size: int = 1) -> None:
     """Raise a MachineError with all problems if this machine, with its GPUs and ranks, cannot run a configuration."""
-    is_gpu = resolve_device(config.trainer.device, num_gpus) is Device.gpu
-    raise_all(
-        MachineError,
-        list(_gpu_problems(config, num_gpus, bf16_supported, local_world_size) if is_gpu else _cpu_problems(config)),
-    )
+    raise_all(MachineError, list(_device_problems(config, num_gpus, bf16_supported, local_world_size)))
 
 
-def _gpu_problems(config: Config, num_gpus: int, bf16_supported: bool, local_world_size: int) -> Iterator[str]:
+def _device_problems(config: Config, num_gpus: int, bf16_supported: bool, local_world_size: int) -> Iterator[str]:
+    trainer = config.trainer
+    if resolve_device(trainer.device, num_gpus) is not Device.gpu:
+        if trainer.precision is not Precision.fp32:
+            why = ", and no GPU is visible" if trainer.device is Device.auto else ""
+            yield (
+                f"trainer.precision is {trainer.precision.value} with trainer.device {trainer.device.value}{why}, but "
+                "a CPU trains in fp32. Set trainer.precision=fp32."
+            )
+        return
     if num_gpus == 0:
         yield (
             "trainer.device is gpu, but no GPU is visible (torch.cuda.device_count() is 0). Check the driver and "
             "CUDA_VISIBLE_DEVICES, or set trainer.device=cpu trainer.precision=fp32."
         )
         return
-    if config.trainer.precision is Precision.amp_bf16 and not bf16_supported:
+    if trainer.precision is Precision.amp_bf16 and not bf16_supported:
         yield (
             "trainer.precision is amp_bf16, which the GPUs do not support (it needs compute capability 8.0). Set "
             "trainer.precision=amp_fp16."
@@ -441,14 +443,4 @@ def _gpu_problems(config: Config, num_gpus: int, bf16_supported: bool, local_wor
         yield (
             f"{local_world_size} ranks were started on this machine, which has {num_gpus} visible GPUs. Start "
             f"{num_gpus}, or check CUDA_VISIBLE_DEVICES."
-        )
-
-
-def _cpu_problems(config: Config) -> Iterator[str]:
-    trainer = config.trainer
-    if trainer.precision is not Precision.fp32:
-        why = ", and no GPU is visible" if trainer.device is Device.auto else ""
-        yield (
-            f"trainer.precision is {trainer.precision.value} with trainer.device {trainer.device.value}{why}, but a "
-            "CPU trains in fp32. Set trainer.precision=fp32."
         )

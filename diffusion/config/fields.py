@@ -152,16 +152,9 @@ class LocationLimits:
         return None
 
 
-def bounded(
-    default: Any,
-    *,
-    min: float | None = None,
-    max: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-) -> Any:
-    """Declare a field that holds a number, or a list of numbers, within limits."""
-    return _checked(default, Limits(min, max, above, below))
+def bounded(default: Any, **limits: float) -> Any:
+    """Declare a field that holds a number, or a list of numbers, within `Limits`."""
+    return _checked(default, Limits(**limits))
 
 
 def time(default: Any, *, units: str = "ba sp ep dur", positive: bool = False) -> Any:

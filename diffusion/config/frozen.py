@@ -40,8 +40,20 @@ class FrozenPaths:
         return replace(config, pretrained=pretrained, vae=vae, text_encoder=text)
 
 
-def add_frozen_paths(parser: argparse.ArgumentParser) -> None:
-    """Add options for the parts of a trained model beside its checkpoint, which `frozen_paths` reads."""
+def add_model(parser: argparse.ArgumentParser, *, compares: bool = False) -> None:
+    """Add arguments for a trained model: checkpoint and weights, and parts beside it, which `frozen_paths` reads.
+
+    A command that compares weights takes several, and by default those that there are.
+    """
+    parser.add_argument(
+        "checkpoint",
+        help="checkpoint, run folder or its `checkpoints` folder (newest checkpoint), or a file of averaged weights",
+    )
+    words = "raw: training weights; ema: their average; decay-0.999: one of several averages. Default: raw"
+    if compares:
+        parser.add_argument("--weights", nargs="+", help=f"weights to compare. {words}, and ema if there is one")
+    else:
+        parser.add_argument("--weights", default="raw", help=words)
     parser.add_argument(
         "--ingredients", nargs="+", default=[], metavar="PATH", help="import paths of its own model.ingredients to run"
     )
@@ -52,7 +64,7 @@ def add_frozen_paths(parser: argparse.ArgumentParser) -> None:
 
 
 def frozen_paths(arguments: argparse.Namespace) -> FrozenPaths:
-    """Read the options of `add_frozen_paths`."""
+    """Read the options of `add_model`."""
     named = getattr(arguments, "ingredients", [])
     return FrozenPaths(
         pretrained=arguments.pretrained, vae=arguments.vae, text_encoder=arguments.text_encoder, ingredients=named

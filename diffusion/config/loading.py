@@ -112,9 +112,15 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return _read_file(Path(path)).values
 
 
-def to_dict(config: Any) -> dict[str, Any]:
+def to_dict(config: Any) -> Any:
     """Convert a configuration to plain containers and scalars; enums become their values."""
-    return _plain(config)
+    if isinstance(config, Enum):
+        return config.value
+    if dataclasses.is_dataclass(config):
+        return {field.name: to_dict(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    if isinstance(config, dict):
+        return {key: to_dict(child) for key, child in config.items()}
+    return [to_dict(child) for child in config] if isinstance(config, list) else config
 
 
 def to_yaml(config: Any) -> str:
@@ -150,16 +156,6 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         return
     for name, child in value.items() if isinstance(value, dict) else enumerate(value):
         yield from leaves(child, _join(key, name))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.value
-    if dataclasses.is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {key: _plain(child) for key, child in value.items()}
-    return [_plain(child) for child in value] if isinstance(value, list) else value
 
 
 def _join(key: str, name: str | int) -> str:

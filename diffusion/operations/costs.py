@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from diffusion.config.operations import OperationsConfig
 from diffusion.errors import UserError
 from diffusion.files import write_json
 from diffusion.formats.run_folder import BUDGET, COSTS
@@ -81,7 +82,7 @@ class StartCosts:
     fetched_bytes: int = 0
     """Training data that all nodes have downloaded in this start, steps included that were repeated later."""
 
-    seconds: dict[str, float] = field(default_factory=lambda: {kind.value: 0.0 for kind in Activity})
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(Activity, 0.0))
     """By kind."""
 
     @property
@@ -92,7 +93,7 @@ class StartCosts:
     @property
     def new_share(self) -> float:
         """Share of new steps in the computing time."""
-        new, repeated = self.seconds[Activity.training.value], self.seconds[Activity.repeated.value]
+        new, repeated = self.seconds[Activity.training], self.seconds[Activity.repeated]
         return new / (new + repeated) if new + repeated else 0.0
 
     @property
@@ -133,7 +134,7 @@ def read_costs(run: Path) -> list[StartCosts]:
 
 def _checked(start: StartCosts) -> StartCosts:
     """Return costs that were read, with 0 s of activities of later versions; a TypeError if they are no numbers."""
-    start.seconds = {**{kind.value: 0.0 for kind in Activity}, **start.seconds}
+    start.seconds = {**dict.fromkeys(Activity, 0.0), **start.seconds}
     optional = {"price": start.price or 0.0, "peak_flops": start.peak_flops or 0.0}
     for name, value in {**vars(start), **optional, **start.seconds}.items():
         if name != "seconds" and not isinstance(value, int | float):
@@ -141,38 +142,33 @@ def _checked(start: StartCosts) -> StartCosts:
     return start
 
 
-def budget_left(
-    starts: Sequence[StartCosts], *, max_gpu_hours: float | None, max_dollars: float | None
-) -> tuple[bool, str]:
+def _limited(starts: Sequence[StartCosts], limits: OperationsConfig) -> list[tuple[str, float, float]]:
+    """Return of each limited quantity the words for an amount and its limit, the use so far, and the limit."""
+    hours, dollars = sum(start.gpu_hours for start in starts), sum(start.dollars for start in starts)
+    rows = [
+        ("{:,.4g} of {:,.4g} GPU-hours (operations.max_gpu_hours)", hours, limits.max_gpu_hours),
+        ("${:,.2f} of ${:,.2f} (operations.max_dollars)", dollars, limits.max_dollars),
+    ]
+    return [(words, used, limit) for words, used, limit in rows if limit is not None]
+
+
+def budget_left(starts: Sequence[StartCosts], limits: OperationsConfig) -> tuple[bool, str]:
     """Return whether budget is left, and the expenses in words."""
-    hours, dollars = sum(start.gpu_hours for start in starts), sum(start.dollars for start in starts)
-    is_left = (max_gpu_hours is None or hours < max_gpu_hours) and (max_dollars is None or dollars < max_dollars)
-    parts = []
-    if max_gpu_hours is not None:
-        parts.append(f"{hours:,.4g} of {max_gpu_hours:,.4g} GPU-hours (operations.max_gpu_hours)")
-    if max_dollars is not None:
-        parts.append(f"${dollars:,.2f} of ${max_dollars:,.2f} (operations.max_dollars)")
-    return is_left, " and ".join(parts)
+    rows = _limited(starts, limits)
+    is_left = all(used < limit for _, used, limit in rows)
+    return is_left, " and ".join(words.format(used, limit) for words, used, limit in rows)
 
 
-def project(
-    starts: Sequence[StartCosts], num_steps: int, *, max_gpu_hours: float | None, max_dollars: float | None
-) -> list[str]:
+def project(starts: Sequence[StartCosts], num_steps: int, limits: OperationsConfig) -> list[str]:
     """Say what each limited quantity will be at the last step, at the rate so far; nothing before the first step."""
-    step, lines = starts[-1].reached, []
-    hours, dollars = sum(start.gpu_hours for start in starts), sum(start.dollars for start in starts)
-    for key, limit, used, form in (
-        ("max_gpu_hours", max_gpu_hours, hours, "{:,.2f} GPU-hours"),
-        ("max_dollars", max_dollars, dollars, "${:,.2f}"),
-    ):
-        if limit is None or not step:
-            continue
-        at_end = used * num_steps / step
-        costs = f"{form.format(at_end)} of {form.format(limit)} (operations.{key})"
-        line = f"at this rate it will have cost {costs} at step {num_steps:,}"
-        if at_end > limit:
-            line = f"on its way over its budget: {line}; it ends at step {int(step * limit / used):,}"
-        lines.append(line)
+    lines = []
+    if step := starts[-1].reached:
+        for words, used, limit in _limited(starts, limits):
+            at_end = used * num_steps / step
+            line = f"at this rate it will have cost {words.format(at_end, limit)} at step {num_steps:,}"
+            if at_end > limit:
+                line = f"on its way over its budget: {line}; it ends at step {int(step * limit / used):,}"
+            lines.append(line)
     return lines
 
 
@@ -190,7 +186,7 @@ class Totals:
     dollars: float | None
     """None if a start has no price."""
 
-    hours: dict[str, float]
+    hours: dict[Activity, float]
     """GPU-hours by kind."""
 
     restart_hours: float
@@ -205,10 +201,8 @@ class Totals:
 
 def total(starts: Sequence[StartCosts]) -> Totals:
     """Add up the starts of a run."""
-    hours = {
-        kind.value: sum(start.seconds[kind.value] * start.num_devices for start in starts) / 3600 for kind in Activity
-    }
-    restarting = sum(start.seconds[Activity.starting.value] * start.num_devices for start in starts[1:]) / 3600
+    hours = {kind: sum(start.seconds[kind] * start.num_devices for start in starts) / 3600 for kind in Activity}
+    restarting = sum(start.seconds[Activity.starting] * start.num_devices for start in starts[1:]) / 3600
     possible = sum(start.gpu_hours * 3600 * (start.peak_flops or 0.0) for start in starts)
     is_known = possible > 0 and all(start.peak_flops for start in starts)
     useful = sum(start.flops * start.num_devices * start.new_share for start in starts)
@@ -216,7 +210,7 @@ def total(starts: Sequence[StartCosts]) -> Totals:
         gpu_hours=sum(start.gpu_hours for start in starts),
         dollars=sum(start.dollars for start in starts) if all(start.price is not None for start in starts) else None,
         hours=hours,
-        restart_hours=restarting + hours[Activity.repeated.value],
+        restart_hours=restarting + hours[Activity.repeated],
         gap_hours=sum(max(0.0, b.began - a.ended) for a, b in itertools.pairwise(starts)) / 3600,
         mfu=useful / possible if is_known and useful == useful else None,
     )
@@ -226,7 +220,7 @@ def cost_table(starts: Sequence[StartCosts], gpu_utilisation: float | None) -> l
     """Return the lines of a table of a run's time by activity, with totals and the mean GPU utilisation (0 to 1)."""
     totals = total(starts)
     price = totals.dollars / totals.gpu_hours if totals.dollars and totals.gpu_hours else None
-    hours_by_label = {_LABELS.get(kind, kind.value): totals.hours[kind.value] for kind in Activity}
+    hours_by_label = {_LABELS.get(kind, kind.value): totals.hours[kind] for kind in Activity}
     rows = [("", "GPU-hours", "share", "dollars")]
     for label, hours in {**hours_by_label, "total": totals.gpu_hours}.items():
         share = f"{hours / totals.gpu_hours:.1%}" if totals.gpu_hours else "-"

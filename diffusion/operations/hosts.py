@@ -27,19 +27,21 @@ CHECK_MODULE = "diffusion.operations.checks.nodes"
 """Program that checks a host."""
 
 
-def parse_host_names(text: str, source: str) -> tuple[str, ...]:
-    """Parse host names separated by blanks or line breaks, with comments from # to the end of the line.
-
-    The source of the text is for messages.
+def read_host_names(file: Path) -> tuple[str, ...]:
+    """Read host names separated by blanks or line breaks, with comments from # to the end of the line.
 
     Raises:
-        ConfigurationError: there are none, or duplicates.
+        ConfigurationError: the file of the option --hosts cannot be read, or there are no names, or duplicates.
     """
-    names = tuple(name for line in text.splitlines() for name in line.partition("#")[0].split())
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--hosts {file} cannot be read: {error}") from error
+    names = tuple(name for line in lines for name in line.partition("#")[0].split())
     if not names:
-        raise ConfigurationError(f"{source} names no hosts: name those that ssh reaches, spare ones last")
+        raise ConfigurationError(f"--hosts {file} names no hosts: name those that ssh reaches, spare ones last")
     if duplicates := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigurationError(f"{source} names {', '.join(duplicates)} more than once: name each host once")
+        raise ConfigurationError(f"--hosts {file} names {', '.join(duplicates)} more than once: name each host once")
     return names
 
 

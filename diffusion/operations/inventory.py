@@ -194,16 +194,6 @@ def inventory_rows(items: Sequence[Item], storage_price: float | None) -> list[t
 # One run
 
 
-@dataclass(frozen=True, kw_only=True)
-class Expense:
-    """Resources that a run has used, and their price."""
-
-    name: str
-    amount: str
-    dollars: float | None
-    """None without a price."""
-
-
 def stored_bytes(run: Path, config: Config) -> tuple[int, list[str]]:
     """Stored bytes of a run's checkpoints and streams, and the folders that are not on this machine."""
     locations = {checkpoints_of(run, config): Access()}
@@ -213,51 +203,36 @@ def stored_bytes(run: Path, config: Config) -> tuple[int, list[str]]:
     return sum(file.size for one, access in present.items() for _, file in list_below(one, access)), absent
 
 
-def expenses(
+def expense_rows(
     starts: Sequence[StartCosts],
     num_bytes: int,
+    num_steps: int,
     *,
     gpu_price: float | None,
     storage_price: float | None,
     egress_price: float | None,
-) -> list[Expense]:
-    """GPU time, storage and traffic of a run so far.
+) -> list[tuple[str, ...]]:
+    """Rows of a table of GPU time, storage and traffic of a run, and their sum: so far, and at this rate at its end.
 
     The bytes are stored from the first start to the last update. Prices are in dollars: per GPU-hour of starts without
-    a price of their own, per TB and month, and per TB read from the store.
+    a price of their own, per TB and month, and per TB read from the store; those of None are unknown.
     """
-    hours = [start.gpu_hours for start in starts]
+    step, days = starts[-1].reached, (starts[-1].ended - starts[0].began) / SECONDS_PER_DAY
     gpu_prices = [gpu_price if start.price is None else start.price for start in starts]
     fetched_bytes = sum(start.fetched_bytes for start in starts)
-    days = (starts[-1].ended - starts[0].began) / SECONDS_PER_DAY
-    months = days / DAYS_PER_MONTH
-    return [
-        Expense(
-            name="GPU time",
-            amount=f"{sum(hours):,.2f} GPU-hours",
-            dollars=sum_known(
-                None if price is None else price * one for price, one in zip(gpu_prices, hours, strict=True)
-            ),
+    dollars = {
+        ("GPU time", f"{sum(start.gpu_hours for start in starts):,.2f} GPU-hours"): sum_known(
+            None if price is None else price * start.gpu_hours for price, start in zip(gpu_prices, starts, strict=True)
         ),
-        Expense(
-            name="storage",
-            amount=f"{size_text(num_bytes)} for {days:,.1f} days",
-            dollars=None if storage_price is None else num_bytes / 1e12 * months * storage_price,
+        ("storage", f"{size_text(num_bytes)} for {days:,.1f} days"): (
+            None if storage_price is None else num_bytes / 1e12 * days / DAYS_PER_MONTH * storage_price
         ),
-        Expense(
-            name="traffic",
-            amount=f"{size_text(fetched_bytes)} read",
-            dollars=None if egress_price is None else fetched_bytes / 1e12 * egress_price,
+        ("traffic", f"{size_text(fetched_bytes)} read"): (
+            None if egress_price is None else fetched_bytes / 1e12 * egress_price
         ),
-    ]
-
-
-def expense_rows(found: Sequence[Expense], step: int, num_steps: int) -> list[tuple[str, ...]]:
-    """Rows of a table of expenses, with their sums, now and at this rate at the last step."""
-    rows = [("", "so far", "dollars", f"dollars at step {num_steps:,}")]
-    total = Expense(name="sum", amount="", dollars=sum_known(one.dollars for one in found))
-    for one in [*found, total]:
-        now = "-" if one.dollars is None else f"{one.dollars:,.2f}"
-        end = "-" if one.dollars is None or not step else f"{one.dollars * num_steps / step:,.2f}"
-        rows.append((one.name, one.amount, now, end))
+    }
+    rows: list[tuple[str, ...]] = [("", "so far", "dollars", f"dollars at step {num_steps:,}")]
+    for names, now in {**dollars, ("sum", ""): sum_known(dollars.values())}.items():
+        end = None if now is None or not step else now * num_steps / step
+        rows.append((*names, *("-" if one is None else f"{one:,.2f}" for one in (now, end))))
     return rows

@@ -15,7 +15,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -265,8 +265,8 @@ def active_holder(location: Path | str) -> Holder | None:
 
 
 @contextmanager
-def held(lease: Lease) -> Iterator[None]:
-    """Renew a lease in a thread during the block, and give it back at its end.
+def renewed(lease: Lease, then: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Renew a lease in a thread during the block, and do something else after each renewal.
 
     The process ends when another one has taken the lease over.
     """
@@ -276,6 +276,7 @@ def held(lease: Lease) -> Iterator[None]:
         while not ended.wait(timeouts.RENEWAL):
             try:
                 lease.renew()
+                then()
             except MachineError as error:
                 log.critical("%s", error)
                 os._exit(USER_ERROR_EXIT_CODE)
@@ -287,6 +288,15 @@ def held(lease: Lease) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+
+
+@contextmanager
+def held(lease: Lease) -> Iterator[None]:
+    """Renew a lease as `renewed` does during the block, and give it back at its end."""
+    try:
+        with renewed(lease):
+            yield
+    finally:
         lease.release()
 
 
@@ -300,21 +310,15 @@ def leased(folder: Path | str, access: Access | None = None, *, is_shared: bool 
             what rank 0 writes there though it is to be shared.
     """
     path = folder / LEASE if isinstance(folder, Path) else storage.join(folder, LEASE)
-    applicant, lease = Applicant(path, access), None
-
-    def acquire() -> None:
-        nonlocal lease
-        lease = await_lease(
-            applicant,
-            "the run is running already",
-            "End that one (SIGTERM saves it) or wait for its end; or set another run_name, output_folder or "
-            "trainer.checkpoint_folder",
-        )
-
-    agree(lambda: acquire() if rank() == 0 else None, takes_long=True)
-    holder = broadcast(lease.holder if lease is not None else None)
+    applicant, activity = Applicant(path, access), "the run is running already"
+    remedy = (
+        "End that one (SIGTERM saves it) or wait for its end; or set another run_name, output_folder or "
+        "trainer.checkpoint_folder"
+    )
+    own = agree(lambda: await_lease(applicant, activity, remedy) if rank() == 0 else None, takes_long=True)
+    holder = broadcast(own and own.holder)
     assert holder is not None
-    found = lease or Lease(applicant.record, holder, is_own=False)
+    found = own or Lease(applicant.record, holder, is_own=False)
     try:
         if is_shared:
             agree(lambda: found.await_visible(folder) if local_rank() == 0 else None, takes_long=True)
@@ -335,7 +339,7 @@ def leased_checkpoints(location: str | None, *, timeout: float) -> Iterator[None
         return
     folder = location if storage.is_url(location) else Path(location).expanduser()
     access = Access(seconds=min(timeout, FIRST_CONTACT))
-    with leased(folder, access) as lease, held(lease) if rank() == 0 else nullcontext():
+    with leased(folder, access) as lease, renewed(lease) if rank() == 0 else nullcontext():
         yield
 
 

@@ -27,7 +27,7 @@ from PIL import Image
 
 from diffusion import storage
 from diffusion.chat import Chat, Reply, UnansweredError, declines, is_refusal
-from diffusion.errors import ConfigurationError, UnavailableError
+from diffusion.errors import ConfigurationError, UnavailableError, explained_writes
 from diffusion.files import append_json_lines, read_json_lines
 from diffusion.formats.data_set import ANSWERS, METADATA, SCORES
 from diffusion.preparation.config import ChatCaptionsConfig
@@ -324,7 +324,7 @@ class Journal:
         """Write what was gathered."""
         rows, self._rows = self._rows, []
         if rows and self._path is not None:
-            with storage.writing(str(self._path)):
+            with explained_writes(self._path):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 append_json_lines(self._path, rows)
         elif rows:

@@ -19,7 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from diffusion import storage
-from diffusion.errors import ConfigurationError, DataError, MachineError, first_line, similar_names
+from diffusion.errors import ConfigurationError, DataError, MachineError, explained_writes, first_line, similar_names
 from diffusion.files import atomic_path
 from diffusion.formats.data_set import METADATA, PACKED, SCORES, SELECTION
 from diffusion.preparation.layout import CAPTIONS, GENERATED_CAPTIONS, RESERVED, SCHEMA, local_copies, part_name
@@ -110,7 +110,7 @@ class MetadataDatabase:
         """Write the result of an ordered query as a parquet file of the data set; threads do not change its bytes."""
         path, uri = self.folder / name, storage.join(self.out, name)
         options = f"FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {ROWS_PER_GROUP}"
-        with storage.writing(str(path)):
+        with explained_writes(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_path(path) as partial:
                 self.connection.execute(f"COPY ({query}) TO {literal(str(partial))} ({options})").fetchall()

@@ -7,9 +7,10 @@ from composer import Callback, Logger, State
 from composer.utils import dist
 
 from diffusion.callbacks.monitoring import CostMeter
+from diffusion.config.operations import OperationsConfig
 from diffusion.formats.run_folder import BUDGET, COSTS, TRAIN_LOSS, read_metrics
 from diffusion.operations.costs import Activity, CostsFile, StartCosts, budget_left, project, read_costs, total
-from diffusion.operations.inventory import expense_rows, expenses
+from diffusion.operations.inventory import expense_rows
 
 HOUR = 3600.0
 
@@ -46,10 +47,10 @@ def test_mfu_counts_new_operations_against_all_of_the_time():
 
 def test_the_budget_is_spent_when_either_limit_is_reached():
     starts = [start(0.0, training=1.0)]
-    assert budget_left(starts, max_gpu_hours=None, max_dollars=None)[0]
-    assert budget_left(starts, max_gpu_hours=9.0, max_dollars=17.0)[0]
-    assert not budget_left(starts, max_gpu_hours=8.0, max_dollars=17.0)[0]
-    is_left, text = budget_left(starts, max_gpu_hours=9.0, max_dollars=16.0)
+    assert budget_left(starts, OperationsConfig())[0]
+    assert budget_left(starts, OperationsConfig(max_gpu_hours=9.0, max_dollars=17.0))[0]
+    assert not budget_left(starts, OperationsConfig(max_gpu_hours=8.0, max_dollars=17.0))[0]
+    is_left, text = budget_left(starts, OperationsConfig(max_gpu_hours=9.0, max_dollars=16.0))
     assert not is_left
     assert "$16.00 of $16.00" in text
 
@@ -57,11 +58,11 @@ def test_the_budget_is_spent_when_either_limit_is_reached():
 def test_the_use_of_a_budget_is_projected_to_the_last_step():
     starts = [start(0.0, starting=0.5, training=2.0), start(4 * HOUR, training=1.5)]
     starts[-1].reached = 250
-    (hours, dollars) = project(starts, 1000, max_gpu_hours=128.0, max_dollars=250.0)
-    assert hours.endswith("128.00 GPU-hours of 128.00 GPU-hours (operations.max_gpu_hours) at step 1,000")
+    (hours, dollars) = project(starts, 1000, OperationsConfig(max_gpu_hours=128.0, max_dollars=250.0))
+    assert hours.endswith("128 of 128 GPU-hours (operations.max_gpu_hours) at step 1,000")
     assert dollars.endswith("$256.00 of $250.00 (operations.max_dollars) at step 1,000; it ends at step 976")
     starts[-1].reached = 0
-    assert project(starts, 1000, max_gpu_hours=128.0, max_dollars=None) == []
+    assert project(starts, 1000, OperationsConfig(max_gpu_hours=128.0)) == []
 
 
 def test_gpu_time_storage_and_traffic_have_their_prices():
@@ -69,12 +70,12 @@ def test_gpu_time_storage_and_traffic_have_their_prices():
     starts = [start(0.0, training=1.0), start(month - HOUR, price=None, training=1.0)]
     starts[0].fetched_bytes, starts[1].fetched_bytes = 2 * 10**12, 5 * 10**11
     prices = {"gpu_price": 3.0, "storage_price": 20.0, "egress_price": 90.0}
-    found = expenses(starts, 4 * 10**12, **prices)
-    assert [one.dollars for one in found] == pytest.approx([8 * 2 + 8 * 3, 80, 225])
-    assert expense_rows(found, 250, 1000)[-1][2:] == ("345.00", "1,380.00")
-    unknown = expenses(starts, 10**12, gpu_price=None, storage_price=None, egress_price=0.0)
-    assert [one.dollars for one in unknown] == [None, None, 0]
-    assert expense_rows(unknown, 250, 1000)[-1][2:] == ("-", "-")
+    rows = expense_rows(starts, 4 * 10**12, 1000, **prices)
+    assert [row[2] for row in rows[1:-1]] == ["40.00", "80.00", "225.00"]
+    assert rows[-1][2:] == ("345.00", "34,500.00")
+    prices = {"gpu_price": None, "storage_price": None, "egress_price": 0.0}
+    rows = expense_rows(starts, 10**12, 1000, **prices)
+    assert [row[2] for row in rows[1:]] == ["-", "-", "0.00", "-"]
 
 
 def test_a_row_that_was_cut_off_is_left_out_and_the_next_start_has_its_own(tmp_path):

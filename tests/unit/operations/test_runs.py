@@ -61,6 +61,12 @@ def hold(run: Path, *, host: str, age: float = 0.0) -> None:
     os.utime(run / LEASE, (written, written))
 
 
+def write_checkpoints(folder: Path, *steps: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for step in steps:
+        write_file(folder / f"ep0-ba{step}.pt", {"state": {"x": torch.zeros(8)}})
+
+
 def supervise(folder: Path, pid: int, arguments: list[str], *, host: str | None = None, age: float = 0.0) -> int:
     """Hold a run's lock, as a supervisor does."""
     lock = os.open(folder / SUPERVISED, os.O_RDWR | os.O_CREAT)
@@ -246,9 +252,7 @@ def test_a_command_of_someone_else_is_not_run(tmp_path, monkeypatch):
 def test_old_checkpoints_go_and_those_of_a_run_at_work_stay(tmp_path):
     run = tmp_path / "run"
     config = write_run(run, "trainer.keep_every=4ba")
-    (run / "checkpoints").mkdir()
-    for step in (2, 4, 6, 8):
-        write_file(run / f"checkpoints/ep0-ba{step}.pt", {"state": {"x": torch.zeros(8)}})
+    write_checkpoints(run / "checkpoints", 2, 4, 6, 8)
     (run / "checkpoints/ep0-ba10.pt").write_bytes(b"damaged")
 
     hold(run, host="elsewhere")
@@ -271,9 +275,7 @@ def test_a_checkpoint_stays_that_is_half_written_or_with_which_another_run_began
     folder = tmp_path / "a/checkpoints"
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", f"init_from.checkpoint={folder / 'ep0-ba4.pt'}")
-    folder.mkdir()
-    for step in (2, 4, 8):
-        write_file(folder / f"ep0-ba{step}.pt", {"state": {"x": torch.zeros(8)}})
+    write_checkpoints(folder, 2, 4, 8)
     (folder / "ep0-ba6.pt").write_bytes(b"being written")
     runs_command.prune([tmp_path], 1, is_confirmed=True)
     assert [path.name for path in list_checkpoints(folder)] == ["ep0-ba4.pt", "ep0-ba6.pt", "ep0-ba8.pt"]
@@ -285,9 +287,7 @@ def test_a_checkpoint_stays_with_which_a_run_began_by_another_path(tmp_path, mon
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", f"init_from.checkpoint={tmp_path / 'link/a/checkpoints/ep0-ba2.pt'}")
     write_run(tmp_path / "sweeps/c/d", "init_from.checkpoint=../a/checkpoints/ep0-ba4.pt")
-    folder.mkdir()
-    for step in (2, 4, 6, 8):
-        write_file(folder / f"ep0-ba{step}.pt", {"state": {"x": torch.zeros(8)}})
+    write_checkpoints(folder, 2, 4, 6, 8)
     monkeypatch.chdir("/")
     runs_command.prune([tmp_path], 1, is_confirmed=True)
     assert [path.name for path in list_checkpoints(folder)] == ["ep0-ba2.pt", "ep0-ba4.pt", "ep0-ba8.pt"]
@@ -300,9 +300,7 @@ def test_checkpoints_of_another_run_stay(tmp_path, capsys):
     for name in "ab":
         write_run(tmp_path / "runs" / name, f"trainer.checkpoint_folder={shared}")
     for folder in (mine, shared):
-        folder.mkdir()
-        for step in (2, 4):
-            write_file(folder / f"ep0-ba{step}.pt", {"state": {"x": torch.zeros(8)}})
+        write_checkpoints(folder, 2, 4)
     runs_command.prune([tmp_path / "theirs", tmp_path / "runs/a", tmp_path / "runs/b"], 1, is_confirmed=True)
     assert [len(list_checkpoints(folder)) for folder in (mine, shared)] == [2, 2]
     assert f"{tmp_path}/theirs  is skipped: its checkpoints are in {mine}" in capsys.readouterr().out
@@ -319,9 +317,7 @@ def test_checkpoints_stay_while_a_run_with_another_folder_holds_them(tmp_path):
 def test_a_relative_checkpoint_folder_is_that_of_the_folder_in_which_the_run_was_started(tmp_path, monkeypatch):
     config = write_run(tmp_path / "run", "trainer.checkpoint_folder=kept")
     for folder in (tmp_path, tmp_path / "other"):
-        (folder / "kept").mkdir(parents=True)
-        for step in (2, 4):
-            write_file(folder / f"kept/ep0-ba{step}.pt", {"state": {"x": torch.zeros(8)}})
+        write_checkpoints(folder / "kept", 2, 4)
     monkeypatch.chdir(tmp_path / "other")
     with pytest.raises(ConfigurationError, match=r"trainer\.checkpoint_folder is kept"):
         find_superseded(tmp_path / "run", config, num_kept=1)
@@ -334,9 +330,7 @@ def test_a_run_that_cannot_be_read_is_named_and_the_others_are_pruned(tmp_path, 
     (tmp_path / "a").mkdir()
     (tmp_path / "a/config.yaml").write_text("a_key_of_another_version: 1\n")
     write_run(tmp_path / "b")
-    (tmp_path / "b/checkpoints").mkdir()
-    for step in (2, 4):
-        write_file(tmp_path / f"b/checkpoints/ep0-ba{step}.pt", {"state": {"x": torch.zeros(8)}})
+    write_checkpoints(tmp_path / "b/checkpoints", 2, 4)
     runs_command.prune([tmp_path], 1, is_confirmed=False)
     output = capsys.readouterr().out
     assert f"{tmp_path}/a  is skipped: " in output

@@ -1,11 +1,13 @@
-"""Numbers of command lines."""
+"""Arguments of commands, and the environment of a rank."""
 
 import argparse
+import os
 import runpy
 import sys
 
 import pytest
 
+from diffusion import launch
 from diffusion.errors import ConfigurationError
 from diffusion.launch import CommandParser, named_score, positive_number
 from tests.tools.training_runs import ROOT
@@ -51,3 +53,21 @@ def test_a_file_to_write_that_is_another_argument_is_an_error(tmp_path, monkeypa
 def test_a_folder_of_evaluations_that_does_not_exist_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(ConfigurationError, match="argument --evaluations: "):
         run_script(monkeypatch, "report.py", tmp_path, "--evaluations", tmp_path / "absent")
+
+
+THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given", "expected"), [(8, None, "24"), (1, None, "32"), (256, None, "1"), (8, "3", "3")]
+)
+def test_ranks_of_a_node_share_its_cores_for_compilation(monkeypatch, ranks, given, expected):
+    monkeypatch.setattr(launch, "end_with_parent", lambda number: None)
+    monkeypatch.setattr(launch, "num_cores", lambda: 192)
+    for name, value in {"RANK": "0", "LOCAL_WORLD_SIZE": str(ranks), THREADS: given or ""}.items():
+        monkeypatch.setenv(name, value)
+    if given is None:
+        monkeypatch.delenv(THREADS)
+    found = []
+    assert launch.run_command(lambda: found.append(os.environ[THREADS])) == 0
+    assert found == [expected]
