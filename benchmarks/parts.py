@@ -1,8 +1,12 @@
-"""The rows of `benchmarks/__main__.py`, and the description of the machine that each carries."""
+"""Rows of `python -m benchmarks`: steps of the Trainer with their parts, and the data; and what each row says of its
+machine.
 
-import functools
+`run` stands for arguments of `run_config`: `architecture`, `resolution`, `batch_size` and `overrides`.
+"""
+
 import os
 import platform
+import statistics
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -12,8 +16,13 @@ import torch
 from composer.utils import dist
 from torch.version import cuda as cuda_version
 
-from benchmarks import data, steps
+from benchmarks import data
 from benchmarks.rows import Row
+from benchmarks.runs import Turn, run_config, run_trainer
+from diffusion.config.data import ImageSize
+from diffusion.planning.plan import training_flops
+
+WITH_AVERAGE = "algorithms.ema={start: 1ba, decays: [0.9999]}"
 
 
 def part_rows(
@@ -30,20 +39,22 @@ def part_rows(
     Resolutions in pixels and sizes of a rank's microbatch are those of `step`. `quick` shows that it runs, not how
     fast.
     """
-    if name == "step":
-        is_gpu = device.type == "cuda"
+    is_gpu = device.type == "cuda"
+    steps: list[tuple[str, Callable[..., Any], dict[str, Any]]] = []
+    for side, size in ((side, size) for side in resolutions for size in sizes):
         precision = "trainer.precision=" + ("amp_bf16" if is_gpu else "fp32")
-        run: dict[str, Any] = {"architecture": "stable_diffusion_2" if is_gpu else "tiny"}
-        run["overrides"] = [f"trainer.device={'gpu' if is_gpu else 'cpu'}", precision, *overrides]
+        run: dict[str, Any] = {
+            "architecture": "stable_diffusion_2" if is_gpu else "tiny",
+            "overrides": [f"trainer.device={'gpu' if is_gpu else 'cpu'}", precision, *overrides],
+            "resolution": side,
+            "batch_size": size * dist.get_world_size(),
+        }
         blocks = {"num_blocks": 2 if quick else 10, "block": 5 if is_gpu and not quick else 1}
-        rows = []
-        for side, size in ((side, size) for side in resolutions for size in sizes):
-            each = {**run, "resolution": side, "batch_size": size * dist.get_world_size()}
-            rows.append(_row(f"trainer/{side}/{size}", steps.measure_trainer, device, **each, **blocks))
-            rows.append(_row(f"parts/{side}/{size}", steps.measure_parts, device, **each, num_steps=4 if quick else 12))
-        return rows
+        steps.append((f"trainer/{side}/{size}", measure_trainer, {**run, **blocks}))
+        steps.append((f"parts/{side}/{size}", measure_parts, {**run, "num_steps": 4 if quick else 12}))
     shards = {"num_shards": 40, "shard_samples": 1000} if quick else {"num_shards": 80_000}
-    rows_of: dict[str, list[tuple[str, Callable[..., Any], dict[str, Any]]]] = {
+    rows: dict[str, list[tuple[str, Callable[..., Any], dict[str, Any]]]] = {
+        "step": steps,
         "load": [
             ("load latents", data.measure_latent_loading, {"num_samples": 1024 if quick else 8192}),
             ("load images", data.measure_image_loading, {"num_samples": 32 if quick else 256}),
@@ -51,19 +62,61 @@ def part_rows(
         "open": [(f"open/{number}", data.measure_opening, {**shards, "num_streams": number}) for number in (1, 40)],
         "prepare": [("prepare", data.measure_preparing, {"num_images": 50 if quick else 4000})],
     }
-    return [Row(name=row, measure=measure, parameters=settings) for row, measure, settings in rows_of[name]]
+    return [Row(name=row, measure=measure, parameters=settings) for row, measure, settings in rows[name]]
 
 
-def _row(name: str, measure: Callable[..., Any], device: torch.device, **parameters: Any) -> Row:
-    return Row(name=name, measure=functools.partial(_measure, measure, device), parameters=parameters)
+def measure_trainer(*, num_blocks: int, block: int, **run: Any) -> dict[str, Any]:
+    """Time the Trainer's steps on all ranks, in blocks, with a wait for the device after each; as `_speed`."""
+    found = run_trainer("StepClock", {"block": block}, num_steps=(num_blocks + 2) * block, **run)
+    return _speed(found["seconds"][1:], **run)
 
 
-def _measure(measure: Callable[..., dict[str, Any]], device: torch.device, /, **parameters: Any) -> dict[str, Any]:
-    """Measure, and add the memory of a GPU."""
-    result = measure(device, **parameters)
-    if device.type == "cuda":
-        result |= {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
-    return result
+def measure_turn(*, turn: dict[str, str], num_steps: int, **run: Any) -> dict[str, Any]:
+    """Time the Trainer's steps alone on the GPU, and profile the last one; as `_speed` and `Turn.result`."""
+    arguments = {**turn, "warm_up": 2, "num_steps": num_steps, "block": 5, "num_profiled": 1}
+    found = run_trainer("Turn", arguments, num_steps=Turn.FIRST + 2 + num_steps + 1, **run)
+    found |= _speed(found["seconds"], **run)
+    if torch.cuda.is_initialized():
+        found["idle"] = 1 - found["busy_ms"] / 1000 / found["seconds"]
+    return found
+
+
+def measure_parts(*, num_steps: int, overrides: Sequence[str], **run: Any) -> dict[str, Any]:
+    """Time the parts of the Trainer's step, with an average of the weights; see `PartClock`."""
+    overrides = [*overrides, WITH_AVERAGE]
+    return run_trainer("PartClock", {"skip": 2}, num_steps=num_steps, overrides=overrides, **run) | _gpu_memory()
+
+
+def _speed(seconds: Sequence[float], **run: Any) -> dict[str, Any]:
+    """Summarise the seconds per step of each block.
+
+    Returns:
+        `seconds` (median), `deviation` (half the range between the first and third quartile, over the median),
+        `images_per_second` (of all GPUs), `num_gpus`, `microbatch_size`, `tflops` (of one GPU; operations of the U-Net,
+        forward and backward pass, nothing recomputed), memory of the GPU.
+    """
+    config, num_gpus = run_config(**run), dist.get_world_size()
+    median = statistics.median(seconds)
+    low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else (median, median, median)
+    size, resolution = config.data.global_batch_size, config.data.resolution
+    flops = training_flops(config, ImageSize(resolution, resolution))
+    assert flops is not None
+    return {
+        "seconds": median,
+        "deviation": (high - low) / 2 / median,
+        "images_per_second": size / median,
+        "num_gpus": num_gpus,
+        "microbatch_size": size // num_gpus,
+        "tflops": size / num_gpus / median * flops / 1e12,
+        **_gpu_memory(),
+    }
+
+
+def _gpu_memory() -> dict[str, int]:
+    """Most bytes of the GPU that this process has used and reserved so far; nothing on a CPU."""
+    if not torch.cuda.is_initialized():
+        return {}
+    return {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

@@ -40,10 +40,14 @@ def fill(page: str, lines: Iterable[Line]) -> str:
         machines.setdefault(line["machine"]["device"], {})[line["name"]] = line
     for name, make in {"gpu": _all, "summary": _summary}.items():
         texts = [text for rows in machines.values() for text in make(list(rows.values()))] or [NOT_MEASURED]
-        content = "\n\n".join(texts)
-        pattern = rf"(<!-- benchmark:{name} -->\n).*?(<!-- /benchmark:{name} -->)"
-        page = re.sub(pattern, lambda found, text=content: f"{found[1]}{text}\n{found[2]}", page, flags=re.DOTALL)
+        page = replace_between(page, f"benchmark:{name}", "\n\n".join(texts))
     return page
+
+
+def replace_between(page: str, name: str, content: str) -> str:
+    """Replace what stands between `<!-- NAME -->` and `<!-- /NAME -->`."""
+    pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+    return re.sub(pattern, lambda found: f"{found[1]}{content}\n{found[2]}", page, flags=re.DOTALL)
 
 
 def _all(lines: list[Line]) -> list[str]:
