@@ -154,23 +154,19 @@ def strengths(votes: pd.DataFrame, models: Sequence[str], question: str, seed: i
     def fit(sums: Array) -> Array:
         return np.stack([bradley_terry(wins.reshape(num, num)) for wins in sums])
 
-    by_prompt = _win_matrices(votes, question, num).reshape(-1, num * num)
+    # Wins of the row's model over the column's, by prompt: [P, M, M]; a tie is half a win of each.
+    prompts, names = pd.factorize(votes["prompt"])
+    first, second, preferred = (votes[name].to_numpy(int) for name in ("first", "second", question))
+    wins = np.zeros((len(names), num, num))
+    for one, other in ((first, second), (second, first)):
+        np.add.at(wins, (prompts, one, other), np.where(preferred == _TIE, 0.5, preferred == one))
+    by_prompt = wins.reshape(-1, num * num)
     values = fit(by_prompt.sum(axis=0, keepdims=True))[0]
     intervals = bootstrap(by_prompt, fit, seed=seed)
     return [
         {"question": question, "model": model, "strength": value, "low": low, "high": high}
         for model, value, (low, high) in zip(models, values, intervals, strict=True)
     ]
-
-
-def _win_matrices(votes: pd.DataFrame, question: str, num_models: int) -> Array:
-    """Wins of the row's model over the column's, by prompt: [P, M, M]; a tie is half a win of each."""
-    prompts, names = pd.factorize(votes["prompt"])
-    first, second, preferred = (votes[name].to_numpy(int) for name in ("first", "second", question))
-    wins = np.zeros((len(names), num_models, num_models))
-    np.add.at(wins, (prompts, first, second), np.where(preferred == _TIE, 0.5, preferred == first))
-    np.add.at(wins, (prompts, second, first), np.where(preferred == _TIE, 0.5, preferred == second))
-    return wins
 
 
 def _reliability(votes: pd.DataFrame, question: str) -> list[dict[str, Any]]:
