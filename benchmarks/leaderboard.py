@@ -78,12 +78,8 @@ class Task(Steps):
         Returns:
             The folder of the VAE, and that of the latents; None and that of the images for a recipe on pixels.
         """
-        source, prepared, autoencoder = self.out / "source", self.out / "prepared", self.out / "autoencoder"
-        images = ["--num-images", str(300 if self.quick else NUM_IMAGES), "--shares", *SHARES]
-        self.run("draw", [sys.executable, "-m", "demo.shapes", str(source), *images])
-        layouts = [str(source / layout) for layout in ("images", "webdataset", "parquet")]
-        options = ["--edges", "32", "64", "--validation-fraction", "0.05", "--workers", "2"]
-        self.run("prepare", [sys.executable, "scripts/prepare.py", *layouts, str(prepared), *options])
+        layouts, prepared = self.draw(300 if self.quick else NUM_IMAGES, SHARES)
+        autoencoder = self.out / "autoencoder"
         data = [f"data.local={prepared}/train", f"validation.local={prepared}/validation"]
         if config.model.architecture.is_pixel:
             return None, prepared

@@ -158,8 +158,7 @@ def measure_row(options: argparse.Namespace) -> None:
     """Measure a row in this process, when its turn comes, and write it."""
     import torch
 
-    from benchmarks.parts import describe_machine, measure_turn
-    from benchmarks.rates import measure_rates
+    from benchmarks.parts import describe_machine, measure_rates, measure_turn
 
     device, parameters = torch.device(options.device), {}
     measure = partial(measure_rates, device)

@@ -53,15 +53,8 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     demo = Steps(out)
     num_images = arguments.num_images or (300 if arguments.quick else NUM_IMAGES)
-    python = [sys.executable]
-    source, prepared = out / "source", out / "prepared"
     start = time.monotonic()
-
-    options = ["--num-images", str(num_images), "--shares", *SHARES]
-    demo.run("draw", [*python, "-m", "demo.shapes", str(source), *options])
-    layouts = [str(source / layout) for layout in ("images", "webdataset", "parquet")]
-    options = ["--edges", "32", "64", "--validation-fraction", "0.05", "--workers", "2"]
-    demo.run("prepare", [*python, "scripts/prepare.py", *layouts, str(prepared), *options])
+    _, prepared = demo.draw(num_images, SHARES)
 
     def train(name: str, folder: Path, *overrides: str) -> None:
         data = [f"data.local={folder}/train", f"validation.local={folder}/validation"]
@@ -71,12 +64,12 @@ def main() -> None:
     train("autoencoder", prepared)
     vae, latents = out / "autoencoder" / "vae", out / "latents-64"
     options = ["--resolution", "64", "--architecture", "tiny", "--vae", str(vae), "--mean-only"]
-    demo.run("encode", [*python, "scripts/encode.py", str(prepared), str(latents), *options])
+    demo.run("encode", [sys.executable, "scripts/encode.py", str(prepared), str(latents), *options])
     train("modern_64", latents, f"model.vae={vae}")
 
-    report = ["-m", "demo.score", str(out), "--guidance-scale", str(GUIDANCE_SCALE)]
     options = ["--steps", "2", "--seeds", "1"] if arguments.quick else ["--steps", str(NUM_INFERENCE_STEPS)]
-    demo.run("score", [*python, *report, *options])
+    guidance = ["--guidance-scale", str(GUIDANCE_SCALE)]
+    demo.run("score", [sys.executable, "-m", "demo.score", str(out), *guidance, *options])
     print(f"\nreport: {out / 'report.html'}   ({time.monotonic() - start:.0f} s)")
     if not arguments.quick and num_images >= NUM_IMAGES:
         check_scores(out)
