@@ -47,6 +47,8 @@ def test_days_and_cost_of_every_published_fleet(budgets):
     for num_gpus, (days, cost) in PUBLISHED.items():
         assert budgets[num_gpus].days == pytest.approx(days, abs=0.005)
         assert budgets[num_gpus].cost == pytest.approx(cost, rel=1e-4)
+        assert budgets[num_gpus].gpu_hours == pytest.approx(24 * num_gpus * budgets[num_gpus].days)
+        assert [plan.num_images for plan in budgets[num_gpus].plans] == [1_126_400_000, 1_740_800_000]
 
 
 def test_a_fleet_without_a_price():
@@ -89,6 +91,8 @@ def test_storage_and_egress_add_to_it(budgets):
     assert budget.cost == pytest.approx(
         (budgets[128].cost or 0) + (budget.storage_cost or 0) + (budget.egress_cost or 0)
     )
+    without_remote = recipe("plan.num_samples=790000000")
+    assert make_budget(without_remote, A100_FLEETS[-1:] * 2, failures=FAILURES, egress_per_tb=90).egress_cost == 0
 
 
 def test_a_table_of_nothing_but_unknowns_is_left_out(budgets):
@@ -96,11 +100,6 @@ def test_a_table_of_nothing_but_unknowns_is_left_out(budgets):
     title = "Data and checkpoints"
     assert title in format_budgets([budgets[8]], FAILURES)
     assert title not in format_budgets([make_budget(configs, A100_FLEETS[:1] * 2, failures=FAILURES)], FAILURES)
-
-
-def test_nothing_is_fetched_without_a_remote():
-    runs = recipe("plan.num_samples=790000000")
-    assert make_budget(runs, A100_FLEETS[-1:] * 2, failures=FAILURES, egress_per_tb=90).egress_cost == 0
 
 
 def test_memory_and_the_largest_microbatch(budgets):
