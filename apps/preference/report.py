@@ -206,7 +206,6 @@ def write_report(report: Report, folder: Path) -> None:
     write_json(folder / "report.json", tables)
     figure = rates_figure(report.rates)
     save_png(figure, folder / "preference.png")
-    reliability = report.reliability.assign(value=_text(report.reliability["value"], "{:.2f}"))
     values = {
         "title": f"Preferred: {', '.join(dict.fromkeys([*report.rates['a'], *report.rates['b']]))}",
         "report": report,
@@ -214,7 +213,7 @@ def write_report(report: Report, folder: Path) -> None:
         "rates": _shown(report.rates, ["share", "low", "high"], "{:.1%}"),
         "categories": _shown(report.categories, ["share", "low", "high"], "{:.1%}"),
         "strengths": _shown(report.strengths, ["strength", "low", "high"], "{:.2f}"),
-        "reliability": reliability,
+        "reliability": _shown(report.reliability, ["value"], "{:.2f}"),
         "raters": _shown(report.raters, ["median_seconds"], "{:.1f}"),
     }
     write_page(folder / "index.html", Path(__file__).with_suffix(".html"), values)
@@ -224,12 +223,8 @@ def _shown(table: pd.DataFrame, columns: Sequence[str], pattern: str) -> pd.Data
     """Table for the page, with formatted numbers."""
     if table.empty:
         return table
-    texts = {name: _text(table[name], pattern) for name in columns}
+    texts = {name: ["-" if pd.isna(one) else pattern.format(one) for one in table[name]] for name in columns}
     return table.assign(**texts).rename(columns=lambda name: name.replace("_", " "))
-
-
-def _text(numbers: pd.Series, pattern: str) -> list[str]:
-    return ["-" if pd.isna(number) else pattern.format(number) for number in numbers]
 
 
 def rates_figure(rates: pd.DataFrame) -> Figure:

@@ -112,7 +112,7 @@ class Store:
     def __init__(self, path: Path) -> None:
         if not path.is_file():
             raise ConfigurationError(f"{path}: no such file of votes; `serve` makes it")
-        self.path, self._lock = path, threading.Lock()
+        self.path, self._lock = path, threading.RLock()
         self._connection = sqlite3.connect(path, timeout=60, isolation_level=None, check_same_thread=False)
         execute = self._connection.execute
         try:
@@ -212,7 +212,7 @@ class Store:
                 "SELECT id FROM presentations WHERE rater = ? AND id NOT IN (SELECT presentation FROM votes)", (rater,)
             ).fetchone()
             if opened:
-                return self._presentation(rater, opened[0])
+                return self.presentation(rater, opened[0])
             position, kinds = self._count("presentations", rater), self._schedule(rater)
             if position >= len(kinds):
                 return None
@@ -222,12 +222,20 @@ class Store:
                 "INSERT INTO presentations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (identifier, rater, position, kind.value, pair, item, first, second, time.time()),
             )
-            return self._presentation(rater, identifier)
+            return self.presentation(rater, identifier)
 
     def presentation(self, rater: str, identifier: str) -> Presentation:
         """A presentation of this rater; a KeyError if it was not shown to this rater."""
         with self._lock:
-            return self._presentation(rater, identifier)
+            row = self._connection.execute(
+                "SELECT kind, item, prompt, first, second FROM presentations JOIN items USING (item) "
+                "WHERE rater = ? AND id = ?",
+                (rater, identifier),
+            ).fetchone()
+        if row is None:
+            raise KeyError(identifier)
+        kind, item, prompt, first, second = row
+        return Presentation(id=identifier, kind=ScreenKind(kind), item=item, prompt=prompt, first=first, second=second)
 
     def vote(self, rater: str, identifier: str, *, quality: str, alignment: str) -> bool:
         """Store a vote, with one of ANSWERS to each question; when this returns, it is on the disk.
@@ -239,7 +247,7 @@ class Store:
             KeyError: the presentation was not shown to this rater.
         """
         with self._transaction():
-            self._presentation(rater, identifier)
+            self.presentation(rater, identifier)
             cursor = self._connection.execute(
                 "INSERT INTO votes VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
                 (identifier, rater, quality, alignment, time.time()),
@@ -279,17 +287,6 @@ class Store:
 
     def _count(self, table: str, rater: str) -> int:
         return self._connection.execute(f"SELECT COUNT(*) FROM {table} WHERE rater = ?", (rater,)).fetchone()[0]
-
-    def _presentation(self, rater: str, identifier: str) -> Presentation:
-        row = self._connection.execute(
-            "SELECT kind, item, prompt, first, second FROM presentations JOIN items USING (item) "
-            "WHERE rater = ? AND id = ?",
-            (rater, identifier),
-        ).fetchone()
-        if row is None:
-            raise KeyError(identifier)
-        kind, item, prompt, first, second = row
-        return Presentation(id=identifier, kind=ScreenKind(kind), item=item, prompt=prompt, first=first, second=second)
 
     def _choose(self, rater: str, position: int, kind: ScreenKind, number: int) -> tuple[int | None, int, int, int]:
         """Pair, item, first and second model of a presentation at a position, with a number among those of its kind.
