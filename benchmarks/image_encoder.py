@@ -19,7 +19,7 @@ if __name__ == "__main__":  # As a file, for the imports of this repository.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.leaderboard import RESOLUTION
-from demo.scenes import COLOURS, SHAPES, Scene, draw, scenes
+from demo.scenes import COLOURS, SHAPES, draw, scenes
 from diffusion.files import write_json
 from diffusion.launch import CommandParser, run_command
 from diffusion.models.ingredients.alignment import PREPROCESSOR
@@ -35,7 +35,8 @@ def train(steps: int) -> tuple[ViTModel, float]:
     drawn = scenes(NUM_IMAGES, split="encoder", shares=(0.3, 0.35, 0.35))
     images = np.stack([np.array(draw(scene, RESOLUTION)) for scene in drawn])
     pixels = torch.from_numpy(images).permute(0, 3, 1, 2) / 127.5 - 1
-    labels = torch.tensor([_pairs(scene) for scene in drawn], dtype=torch.float32)
+    shown = [{(thing.colour, thing.shape) for thing in scene.things} for scene in drawn]
+    labels = torch.tensor([[pair in one for pair in PAIRS] for one in shown], dtype=torch.float32)
     network = ViTModel(
         ViTConfig(
             hidden_size=WIDTH,
@@ -65,11 +66,6 @@ def train(steps: int) -> tuple[ViTModel, float]:
         others = slice(NUM_TRAINED, None)
         right = ((logits(others) > 0) == labels[others].bool()).all(1)
     return network, right.float().mean().item()
-
-
-def _pairs(scene: Scene) -> list[bool]:
-    shown = {(thing.colour, thing.shape) for thing in scene.things}
-    return [pair in shown for pair in PAIRS]
 
 
 def main() -> None:

@@ -12,7 +12,6 @@ import datetime
 import hashlib
 import json
 import os
-import re
 import shlex
 import statistics
 import subprocess
@@ -24,6 +23,7 @@ from typing import Any
 if __name__ == "__main__":  # As a file, for the imports of this repository.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.tables import replace_between
 from demo.scenes import caption, task
 from demo.steps import COMPOSER, QUICK, ROOT, Steps
 from diffusion.config.loading import load
@@ -78,12 +78,8 @@ class Task(Steps):
         Returns:
             The folder of the VAE, and that of the latents; None and that of the images for a recipe on pixels.
         """
-        source, prepared, autoencoder = self.out / "source", self.out / "prepared", self.out / "autoencoder"
-        images = ["--num-images", str(300 if self.quick else NUM_IMAGES), "--shares", *SHARES]
-        self.run("draw", [sys.executable, "-m", "demo.shapes", str(source), *images])
-        layouts = [str(source / layout) for layout in ("images", "webdataset", "parquet")]
-        options = ["--edges", "32", "64", "--validation-fraction", "0.05", "--workers", "2"]
-        self.run("prepare", [sys.executable, "scripts/prepare.py", *layouts, str(prepared), *options])
+        layouts, prepared = self.draw(300 if self.quick else NUM_IMAGES, SHARES)
+        autoencoder = self.out / "autoencoder"
         data = [f"data.local={prepared}/train", f"validation.local={prepared}/validation"]
         if config.model.architecture.is_pixel:
             return None, prepared
@@ -176,12 +172,10 @@ def write_tables(file: Path, page: Path = PAGE) -> None:
         steps, seconds, flops, parameters = (first[key] for key in ("steps", "cpu_seconds", "flops", "parameters"))
         cells = [name, str(len(of)), f"{steps:.0f}", f"{seconds:.0f}", f"{flops / 1e15:.2f}", f"{parameters / 1e6:.1f}"]
         lines.append(cells + [_interval(of, kind, score) for kind, scores in COLUMNS.items() for score in scores])
-    sources = [f"- {name}: `{recipes[name][-1]['command']}` ({_where(recipes[name])})" for name in order]
+    source = "- {name}: `{command}` (commit {commit}, {date}, {hardware})"
+    sources = [source.format_map(recipes[name][-1]) for name in order]
     content = "\n".join([markdown_table(head, lines), "", *sources])
-    text = page.read_text(encoding="utf-8")
-    pattern = r"(<!-- leaderboard -->\n).*?(<!-- /leaderboard -->)"
-    text = re.sub(pattern, lambda found: f"{found[1]}{content}\n{found[2]}", text, flags=re.DOTALL)
-    page.write_text(text, encoding="utf-8")
+    page.write_text(replace_between(page.read_text(encoding="utf-8"), "leaderboard", content), encoding="utf-8")
 
 
 def _draw(relations: Mapping[str, Sequence[float]], path: Path) -> None:
@@ -204,11 +198,6 @@ def _interval(rows: Sequence[Mapping[str, Any]], kind: str, name: str) -> str:
     values = [row["scores"][kind][name] for row in rows]
     spread = f" ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.2f}{spread}"
-
-
-def _where(rows: Sequence[Mapping[str, Any]]) -> str:
-    last = rows[-1]
-    return f"commit {last['commit']}, {last['date']}, {last['hardware']}"
 
 
 def main() -> None:

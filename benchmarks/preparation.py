@@ -19,9 +19,8 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import patch
 
+import duckdb
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -39,12 +38,8 @@ from diffusion.preparation.config import (
 from diffusion.preparation.engine import Workers
 from diffusion.preparation.layout import SCHEMA, part_name
 from diffusion.preparation.records import Location, Partition, Partitions, Reason, Rejected
-from diffusion.preparation.select import WINDOWS_PER_TASK, select, splitmix64
+from diffusion.preparation.select import WINDOWS_PER_TASK, select
 from diffusion.preparation.sources import Source
-
-_WORDS = 3000
-_CAPTIONS = 300_000
-_CLUSTERS = 2000
 
 
 def measure_select(num_rows: int, *, folder: Path | None = None) -> dict[str, Any]:
@@ -108,93 +103,58 @@ def _select(out: str, num_parts: int) -> dict[str, Any]:
 
 def _write_metadata(out: Path, num_rows: int, rows_per_part: int) -> None:
     """Write metadata and aesthetic scores. What copies have in common follows from the number of the first."""
-    captions = _captions()
-    sizes = np.sort(np.random.default_rng(1).lognormal(6.7, 0.45, 2**16)).astype(np.int32) + 1
-    for folder in (out / METADATA, out / SCORES / "aesthetic"):
-        folder.mkdir(parents=True, exist_ok=True)
-    for part, start in enumerate(range(0, num_rows, rows_per_part)):
-        random = np.random.default_rng([2, part])
-        rows = np.arange(start, min(start + rows_per_part, num_rows), dtype=np.uint64)
-        content = rows.copy()
-        is_copy = random.random(len(rows)) < 0.08
-        content[is_copy] = random.integers(0, num_rows, is_copy.sum(), dtype=np.uint64)
-        is_near = is_copy & (random.random(len(rows)) < 3 / 8)
-        table = pa.table(_columns(rows, content, is_near, captions, sizes, random), schema=SCHEMA)
-        scores = pa.table({"aesthetic": random.normal(5.4, 0.8, len(rows)).astype(np.float32)})
-        for path, content in ((out / SCORES / "aesthetic", scores), (out / METADATA, table)):
-            pq.write_table(content, path / part_name(part), compression="zstd", use_dictionary=["format", "reason"])  # pyright: ignore
+    with duckdb.connect(config={"threads": 1}) as connection:
+        connection.execute(_MACROS)
+        for part, start in enumerate(range(0, num_rows, rows_per_part)):
+            numbers = {"start": start, "stop": min(start + rows_per_part, num_rows), "num_rows": num_rows}
+            table = connection.sql(_ROWS, params=numbers).to_arrow_table()
+            metadata, scores = table.drop_columns("aesthetic").cast(SCHEMA), table.select(["aesthetic"])
+            for folder, content in ((out / SCORES / "aesthetic", scores), (out / METADATA, metadata)):
+                folder.mkdir(parents=True, exist_ok=True)
+                columns: Any = ["format", "reason"]
+                pq.write_table(content, folder / part_name(part), compression="zstd", use_dictionary=columns)
 
 
-def _columns(
-    rows: NDArray[np.uint64],
-    content: NDArray[np.uint64],
-    is_near: NDArray[np.bool_],
-    captions: pa.Array,
-    sizes: NDArray[np.int32],
-    random: np.random.Generator,
-) -> list[Any]:
-    num, looks = len(rows), splitmix64(content, 0, "look")
-    digest = splitmix64(np.where(is_near, rows, content), 0, "bytes")
-    width, height = (sizes[splitmix64(content, 0, side) >> np.uint64(48)] for side in ("width", "height"))
-    halved = np.where(is_near, 2, 1)
-    undecodable = random.random(num) < 0.01
-    centres = splitmix64(np.arange(_CLUSTERS, dtype=np.uint64), 0, "cluster")
-    noise = splitmix64(content, 1, "noise") & splitmix64(content, 2, "noise")  # A quarter of the bits.
-    in_cluster = looks % np.uint64(5) == 0
-    phash = np.where(in_cluster, centres[looks >> np.uint64(32) & np.uint64(1023)] ^ noise, looks)
-    for _ in range(3):
-        bit = np.uint64(1) << random.integers(0, 64, num, dtype=np.uint64)
-        phash = np.where(is_near, phash ^ bit, phash)
-    names = pc.call_function("utf8_lpad", [pa.array(rows).cast(pa.string())], pc.PadOptions(10, "0"))
-    files = pa.array((rows // np.uint64(10_000)).astype(np.int64)).cast(pa.string())
-    watermark = pa.array((random.random(num) ** 3).round(4)).cast(pa.string())
-    language = pa.array(np.array(["en"] * 9 + ["de"])[random.integers(0, 10, num)])
-    url = _join("https://images.example.com/", names, ".jpg")
-    metadata = ['{"url": "', url, '", "language": "', language, '", "pwatermark": ', watermark, "}"]
-    hexadecimal = pa.py_buffer(np.stack([digest, ~digest], axis=1).tobytes().hex().encode())
-    offsets = pa.py_buffer((np.arange(num + 1) * 32).astype(np.int32))
-    lists = pa.ListArray.from_arrays(
-        np.arange(num + 1, dtype=np.int32), captions.take(pa.array(random.integers(0, _CAPTIONS, num)))
-    )
-    values = [
-        _join("web/", files, ".tar/", names),
-        splitmix64(rows, 0, "key"),
-        _join(files, ".tar"),
-        pa.repeat("a9c2-1700000000", num),
-        rows.astype(np.int64) * 100_000,
-        pa.nulls(num, pa.int64()),
-        pa.nulls(num, pa.int32()),
-        pa.nulls(num, pa.int64()),
-        width.astype(np.int64) * height // halved // 6,
-        pa.repeat("jpeg", num),
-        width // halved.astype(np.int32),
-        height // halved.astype(np.int32),
-        pa.StringArray.from_buffers(num, offsets, hexadecimal),
-        phash,
-        random.lognormal(4, 1, num).round(3),
-        lists,
-        _join(*metadata),
-        np.where(undecodable, "undecodable", ""),
-        pa.repeat("", num),
-    ]
-    return [
-        pa.array(value, kind) if isinstance(value, np.ndarray) else value
-        for value, kind in zip(values, SCHEMA.types, strict=True)
-    ]
+_MACROS = """
+SET enable_progress_bar = false;
+CREATE MACRO draw(number, purpose) AS hash(hash(number, purpose));  -- 64 bits. One hash alone is linear in the purpose.
+CREATE MACRO uniform(number, purpose) AS draw(number, purpose) / 18446744073709551616.0;
+CREATE MACRO normal(number, purpose) AS
+    sqrt(-2 * ln(1 - uniform(number, purpose))) * cos(2 * pi() * uniform(number, purpose || ' turn'));
+CREATE MACRO side(number, purpose) AS (exp(6.7 + 0.45 * normal(number, purpose)) + 1)::INTEGER;
+CREATE MACRO flip(number, purpose) AS 1::UBIGINT << (draw(number, purpose) % 64);  -- A bit.
+CREATE TABLE captions AS  -- Of 1 to 40 words.
+    SELECT caption, string_agg(if(word % 7 = 0, 'longer-word', 'w') || word, ' ') AS text
+    FROM (SELECT caption, floor(uniform(40 * caption + place, 'word') ** 3 * 3000)::INTEGER AS word
+        FROM range(300000) captions(caption), range(40) places(place)
+        WHERE place <= exp(2.2 + 0.6 * normal(caption, 'length')))
+    GROUP BY caption;
+"""
 
-
-def _join(*texts: pa.Array | str) -> pa.Array:
-    """Join texts, row by row."""
-    return pc.call_function("binary_join_element_wise", [*texts, ""])
-
-
-def _captions() -> pa.Array:
-    """Captions of 1 to about 40 words."""
-    random = np.random.default_rng(3)
-    words = np.array([f"w{i}" if i % 7 else f"longer-word{i}" for i in range(_WORDS)])
-    lengths = np.minimum(random.lognormal(2.2, 0.6, _CAPTIONS).astype(int) + 1, 40)
-    chosen = words[(random.random(lengths.sum()) ** 3 * _WORDS).astype(int)]
-    return pa.array([" ".join(some) for some in np.split(chosen, np.cumsum(lengths)[:-1])])
+_ROWS = """
+WITH rows AS (
+    SELECT number, uniform(number, 'copy') < 0.08 AS is_copy, is_copy AND uniform(number, 'near') < 3 / 8 AS is_near,
+        if(is_copy, (uniform(number, 'of') * $num_rows)::BIGINT, number) AS content
+    FROM range($start, $stop) numbers(number)
+), images AS (
+    SELECT *, draw(content, 'look') AS look, draw(if(is_near, number, content), 'bytes') AS digest,
+        side(content, 'width') // if(is_near, 2, 1) AS width, side(content, 'height') // if(is_near, 2, 1) AS height,
+        xor(draw((look >> 32) & 1023, 'cluster'), draw(content, 'noise') & draw(content, 'more')) AS in_cluster,
+        if(look % 5 = 0, in_cluster, look) AS seen  -- In a cluster a quarter of the bits differ.
+    FROM rows
+)
+SELECT format('web/{}.tar/{:010d}', number // 10000, number) AS key, draw(number, 'key') AS key_hash,
+    format('{}.tar', number // 10000) AS file, 'a9c2-1700000000' AS version, number * 100000 AS "offset",
+    NULL AS length, NULL AS row_group, NULL AS "row", width::BIGINT * height // 6 AS bytes, 'jpeg' AS format,
+    width, height, format('{:016x}{:016x}', digest, hash(digest)) AS xxh128,
+    if(is_near, xor(xor(xor(seen, flip(number, 1)), flip(number, 2)), flip(number, 3)), seen) AS phash,
+    round(exp(4 + normal(number, 'sharpness')), 3) AS sharpness, [text] AS captions,
+    format('{{"url": "https://images.example.com/{:010d}.jpg", "language": "{}", "pwatermark": {}}}', number,
+        if(uniform(number, 'language') < 0.1, 'de', 'en'), round(uniform(number, 'watermark') ** 3, 4)) AS metadata,
+    if(uniform(number, 'reason') < 0.01, 'undecodable', '') AS reason, '' AS detail,
+    (5.4 + 0.8 * normal(number, 'aesthetic'))::FLOAT AS aesthetic
+FROM images JOIN captions ON caption = draw(number, 'caption') % 300000
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

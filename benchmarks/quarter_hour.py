@@ -14,10 +14,11 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rows import Row, read_rows, write
+from benchmarks.rows import Row, attempt, read_rows
 from diffusion.launch import CommandParser, run_command
 
 MODERN = [
@@ -131,14 +132,14 @@ def measure_wave(options: argparse.Namespace, names: list[str], deadline: float)
             process.kill()
             code = process.wait()
         if code != 0:
-            print(f"{name}: exit code {code}, see {_log(options, name)}", flush=True)
+            print(f"{name}: exit code {code}, see {_turn(options, _labelled(name, options), 'log')}", flush=True)
 
 
 def _start(options: argparse.Namespace, name: str, num_together: int) -> subprocess.Popen:
     """Start the process of a row, with its share of the cores for compilation."""
     for word in TURN:
         _turn(options, name, word).unlink(missing_ok=True)
-    log = _log(options, name)
+    log = _turn(options, _labelled(name, options), "log")
     log.parent.mkdir(parents=True, exist_ok=True)
     cores = os.cpu_count() or 1
     environment = {
@@ -157,24 +158,16 @@ def measure_row(options: argparse.Namespace) -> None:
     """Measure a row in this process, when its turn comes, and write it."""
     import torch
 
-    from benchmarks import steps
-    from benchmarks.parts import describe_machine
-    from benchmarks.rates import measure_rates
+    from benchmarks.parts import describe_machine, measure_rates, measure_turn
 
-    device = torch.device(options.device)
-    turn = {word: str(_turn(options, options.row, word)) for word in TURN}
-    parameters = {} if options.row == RATES else shape(options.row, options.device)
-    row = Row(name=_labelled(options.row, options), measure=dict, parameters=parameters)
-    try:
-        if options.row == RATES:
-            result = measure_rates(device)
-        else:
-            num_steps = 20 if parameters["resolution"] >= 512 else 30
-            result = steps.measure_turn(device, turn=turn, num_steps=num_steps, **parameters)
-    except Exception as error:
-        write(options.out / "rows.jsonl", row, describe_machine(device), error=f"{type(error).__name__}: {error}"[:500])
-        raise
-    write(options.out / "rows.jsonl", row, describe_machine(device), result=result)
+    device, parameters = torch.device(options.device), {}
+    measure = partial(measure_rates, device)
+    if options.row != RATES:
+        parameters = shape(options.row, options.device)
+        turn = {word: str(_turn(options, options.row, word)) for word in TURN}
+        measure = partial(measure_turn, turn=turn, num_steps=20 if parameters["resolution"] >= 512 else 30)
+    row = Row(name=_labelled(options.row, options), measure=measure, parameters=parameters)
+    attempt(row, describe_machine(device), options.out / "rows.jsonl")
 
 
 def _labelled(name: str, options: argparse.Namespace) -> str:
@@ -182,16 +175,8 @@ def _labelled(name: str, options: argparse.Namespace) -> str:
 
 
 def _turn(options: argparse.Namespace, name: str, word: str) -> Path:
-    """File that reports that a row is ready or done, or that it may go."""
-    return options.out / "logs" / f"{_file_name(name)}.{word}"
-
-
-def _log(options: argparse.Namespace, name: str) -> Path:
-    return options.out / "logs" / f"{_file_name(_labelled(name, options))}.log"
-
-
-def _file_name(name: str) -> str:
-    return name.replace("/", "-").replace(" ", "-")
+    """File that reports that a row is ready or done, or that it may go; its log."""
+    return options.out / "logs" / f"{name.replace('/', '-').replace(' ', '-')}.{word}"
 
 
 if __name__ == "__main__":

@@ -67,18 +67,23 @@ def run_rows(rows: Iterable[Row], machine: dict[str, Any], path: Path) -> None:
 def _run_forked(row: Row, machine: dict[str, Any], path: Path) -> None:
     """Measure a row in a process."""
     size = path.stat().st_size if path.exists() else 0
-    process = multiprocessing.get_context("fork").Process(target=_attempt, args=(row, machine, path))
+    process = multiprocessing.get_context("fork").Process(target=_attempt_forked, args=(row, machine, path))
     process.start()
     process.join()
     if not path.exists() or path.stat().st_size == size:
         write(path, row, machine, error=f"the process ended with exit code {process.exitcode}")
 
 
-def _attempt(row: Row, machine: dict[str, Any], path: Path) -> None:
+def _attempt_forked(row: Row, machine: dict[str, Any], path: Path) -> None:
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h: a killed benchmark measures no more.
     ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL))
     if (parent := multiprocessing.parent_process()) is None or os.getppid() != parent.pid:
         return  # The benchmark was killed before.
+    attempt(row, machine, path)
+
+
+def attempt(row: Row, machine: dict[str, Any], path: Path) -> None:
+    """Measure a row in this process, and write it or its error."""
     try:
         measured = measure(row)
     except Exception as error:

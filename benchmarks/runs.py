@@ -2,11 +2,12 @@
 
 import contextlib
 import json
+import math
 import re
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -139,24 +140,25 @@ def shared_folder() -> Iterator[Path]:
 
 
 class StepClock(Callback):
-    """Measures blocks of `block` steps, and waits for the device between blocks only."""
+    """Measures blocks of `block` steps from one step to another, and waits for the device between blocks only."""
 
-    def __init__(self, block: int) -> None:
-        self.block = block
+    def __init__(self, block: int, begin: int = 0, end: float = math.inf) -> None:
+        self.block, self.begin, self.end = block, begin, end
         self.times: list[float] = []
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Record the time at the end of a block."""
-        if state.timestamp.batch.value % self.block == 0:
+        step = state.timestamp.batch.value
+        if self.begin <= step <= self.end and (step - self.begin) % self.block == 0:
             synchronize(_device(state))
             self.times.append(time.perf_counter())
 
     def result(self) -> dict[str, Any]:
-        """`seconds`: per step, of each block but the first."""
+        """`seconds`: per step, of each block after the first recorded time."""
         return {"seconds": [(after - before) / self.block for before, after in pairwise(self.times)]}
 
 
-class Turn(Callback):
+class Turn(StepClock):
     """Makes the first steps, waits for its turn, then times blocks of steps and profiles the last ones.
 
     It writes the file `ready` after the first steps, waits for the file `go`, makes `warm_up` steps, and writes the
@@ -168,11 +170,10 @@ class Turn(Callback):
     def __init__(
         self, *, ready: str, go: str, done: str, warm_up: int, num_steps: int, block: int, num_profiled: int
     ) -> None:
-        self.ready, self.go, self.done = Path(ready), Path(go), Path(done)
-        self.begin = self.FIRST + warm_up
-        self.end, self.block, self.num_profiled = self.begin + num_steps, block, num_profiled
-        self.start, self.times = time.perf_counter(), []
-        self.first_seconds = 0.0
+        begin = self.FIRST + warm_up
+        super().__init__(block, begin, begin + num_steps)
+        self.ready, self.go, self.done, self.num_profiled = Path(ready), Path(go), Path(done), num_profiled
+        self.start, self.first_seconds = time.perf_counter(), 0.0
         kind = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
         self.profiler = profile(activities=[kind])
 
@@ -187,9 +188,7 @@ class Turn(Callback):
             self.ready.touch()
             while not self.go.exists():
                 time.sleep(0.1)
-        if self.begin <= step <= self.end and (step - self.begin) % self.block == 0:
-            synchronize(device)
-            self.times.append(time.perf_counter())
+        super().batch_end(state, logger)
         if step == self.end:
             self.profiler.start()
         if step == self.end + self.num_profiled:
@@ -202,8 +201,8 @@ class Turn(Callback):
         with tempfile.TemporaryDirectory() as folder:
             self.profiler.export_chrome_trace(f"{folder}/trace.json")
             events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
-        seconds = [(after - before) / self.block for before, after in pairwise(self.times)]
-        return {"seconds": seconds, "first_seconds": self.first_seconds, **kernels_by_class(events, self.num_profiled)}
+        kernels = kernels_by_class(events, self.num_profiled)
+        return {**super().result(), "first_seconds": self.first_seconds, **kernels}
 
 
 CLASSES = {
@@ -227,31 +226,31 @@ def kernels_by_class(events: Sequence[dict[str, Any]], num_steps: int) -> dict[s
         calls of CUDA by the host, by name.
     """
     kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    classes: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    names: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    calls = [event for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")]
     busy = end = 0.0
     for event in sorted(kernels, key=lambda event: event["ts"]):
-        milliseconds, number = event["dur"] / 1000 / num_steps, 1 / num_steps
-        name = event["name"]
-        kind = next((kind for kind, pattern in CLASSES.items() if re.search(pattern, name.lower())), "other")
-        for sums in (classes[kind], names[name[:120]]):
-            sums[0] += milliseconds
-            sums[1] += number
         until = event["ts"] + event["dur"]
         busy += max(until - max(event["ts"], end), 0.0)
         end = max(end, until)
-    calls: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for event in events:
-        if event.get("cat") in ("cuda_runtime", "cuda_driver"):
-            calls[event["name"]][0] += event["dur"] / 1000 / num_steps
-            calls[event["name"]][1] += 1 / num_steps
-    longest = sorted(names.items(), key=lambda item: -item[1][0])[:40]
+
+    def sums(events: Sequence[dict[str, Any]], group: Callable[[str], str]) -> dict[str, list[float]]:
+        """Milliseconds and number of the events of each group, per step."""
+        found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for event in events:
+            of = found[group(event["name"])]
+            of[:] = of[0] + event["dur"] / 1000 / num_steps, of[1] + 1 / num_steps
+        return dict(found)
+
+    def kind(name: str) -> str:
+        return next((kind for kind, pattern in CLASSES.items() if re.search(pattern, name.lower())), "other")
+
+    longest = sorted(sums(kernels, lambda name: name[:120]).items(), key=lambda item: -item[1][0])[:40]
     return {
         "busy_ms": busy / 1000 / num_steps,
         "num_kernels": len(kernels) / num_steps,
-        "classes": dict(classes),
-        "host": {name: list(sums) for name, sums in calls.items() if sums[0] > 0.05},
-        "kernels": [[name, *sums] for name, sums in longest],
+        "classes": sums(kernels, kind),
+        "host": {name: both for name, both in sums(calls, str).items() if both[0] > 0.05},
+        "kernels": [[name, *both] for name, both in longest],
     }
 
 

@@ -12,7 +12,7 @@ from diffusion.reports.tables import markdown_table
 Line = dict[str, Any]
 
 MLPERF_IMAGES_PER_SECOND = 149.5
-"""Of one H200 at 512 px, text and latents computed beforehand: the best of MLPerf Training 5.0."""
+"""Rate of one H200 at 512 px, text and latents computed beforehand: the best of MLPerf Training 5.0."""
 
 ADDED = ("peak_bytes", "reserved_bytes", "tf32_at_the_end")
 """Entries of a row that its table leaves out."""
@@ -40,10 +40,14 @@ def fill(page: str, lines: Iterable[Line]) -> str:
         machines.setdefault(line["machine"]["device"], {})[line["name"]] = line
     for name, make in {"gpu": _all, "summary": _summary}.items():
         texts = [text for rows in machines.values() for text in make(list(rows.values()))] or [NOT_MEASURED]
-        content = "\n\n".join(texts)
-        pattern = rf"(<!-- benchmark:{name} -->\n).*?(<!-- /benchmark:{name} -->)"
-        page = re.sub(pattern, lambda found, text=content: f"{found[1]}{text}\n{found[2]}", page, flags=re.DOTALL)
+        page = replace_between(page, f"benchmark:{name}", "\n\n".join(texts))
     return page
+
+
+def replace_between(page: str, name: str, content: str) -> str:
+    """Replace what stands between `<!-- NAME -->` and `<!-- /NAME -->`."""
+    pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+    return re.sub(pattern, lambda found: f"{found[1]}{content}\n{found[2]}", page, flags=re.DOTALL)
 
 
 def _all(lines: list[Line]) -> list[str]:
@@ -57,14 +61,11 @@ def _all(lines: list[Line]) -> list[str]:
     if profiled := [line for line in _of_kind(lines, "trainer") if "classes" in line.get("result", {})]:
         texts.append(_classes(profiled))
     shown = {id(line) for line in _of_kind(lines, "step", "trainer", "parts")}
-    others = [list(format_line(_brief(line)).partition(": ")[::2]) for line in lines if id(line) not in shown]
+    others = []
+    for line in (line for line in lines if id(line) not in shown):
+        result = {key: value for key, value in line.get("result", {}).items() if key not in ADDED}
+        others.append(format_line({**line, "result": result}).partition(": ")[::2])
     return [*texts, markdown_table(["row", "found"], others)] if others else texts
-
-
-def _brief(line: Line) -> Line:
-    """A row without `ADDED`."""
-    result = {key: value for key, value in line.get("result", {}).items() if key not in ADDED}
-    return {**line, "result": result}
 
 
 def _summary(lines: list[Line]) -> list[str]:
@@ -88,8 +89,8 @@ def _speed(line: Line, rates: dict[str, Any]) -> list[str]:
     """Cells of one way to make a step."""
     kind, side, size, *name = line["name"].split("/")
     cells = [", ".join(["loop" if kind == "step" else kind, *name]), side, size]
-    if "error" in line:
-        return [*cells, _error(line), *[""] * 7]
+    if error := line.get("error"):
+        return [*cells, "out of memory" if "out of memory" in error else error[:80].replace("\n", " "), *[""] * 7]
     found = line["result"]
     rate, flops = found["images_per_second"] / found["num_gpus"], found["tflops"] * 1e12
     is_comparable = side == "512" and line["parameters"]["architecture"] == "stable_diffusion_2"
@@ -127,8 +128,3 @@ def _source(lines: list[Line]) -> str:
     names = ("torch", "triton", "cuda", "cudnn", "driver")
     versions = (f"{name} {machine[name]}" for name in names if machine.get(name))
     return f"{', '.join([machine['device'], *versions])}; {' to '.join(dict.fromkeys([dates[0], dates[-1]]))}:"
-
-
-def _error(line: Line) -> str:
-    error = line.get("error", "")
-    return "out of memory" if "out of memory" in error else error[:80].replace("\n", " ")

@@ -10,7 +10,6 @@ all widths. A row that is there is not measured again.
 
 import datetime
 import math
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +26,7 @@ if __name__ == "__main__":  # As a file, for the imports of this repository.
 
 from benchmarks.leaderboard import Task
 from benchmarks.rows import append, read_rows
+from benchmarks.tables import replace_between
 from demo.steps import ROOT
 from diffusion.composer_models import LatentDiffusionTraining
 from diffusion.config.loading import load
@@ -143,9 +143,7 @@ def write_table(path: Path) -> None:
             others = "; ".join(f"2^{exponent}: {loss:.3f}" for exponent, loss in sorted(losses.items()))
             lines.append([*map(str, key), f"2^{found:.1f}", others])
     table = markdown_table(["optimizer", "seed", "`base_width`", "width", "best `lr`", "loss at `lr`"], lines)
-    pattern = r"(<!-- transfer -->\n).*?(<!-- /transfer -->)"
-    text = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(re.sub(pattern, lambda found: f"{found[1]}{table}\n{found[2]}", text, flags=re.DOTALL), "utf-8")
+    PAGE.write_text(replace_between(PAGE.read_text(encoding="utf-8"), "transfer", table), encoding="utf-8")
 
 
 def main() -> None:

@@ -33,33 +33,17 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-class Demo(Steps):
-    """The steps of the demo."""
-
-    def __init__(self, out: Path, quick: bool) -> None:
-        super().__init__(out)
-        self.quick = quick
-
-    def train(self, name: str, overrides: list[str]) -> None:
-        """Train one of yamls/tiny."""
-        quick = QUICK if self.quick else []
-        self.run(name, [*COMPOSER, "run.py", f"yamls/tiny/{name}.yaml", *overrides, *LOGGERS, *quick])
-
-    def check_scores(self) -> None:
-        """Compare the shares of right images with `MIN_RIGHT`.
-
-        Raises:
-            UserError: one is too low.
-        """
-        scores = json.loads((self.out / "scores.json").read_text())
-        low = [
-            f"{kind} {name} {scores[kind][name]:.3f}, not {share}"
-            for kind, shares in MIN_RIGHT.items()
-            for name, share in shares.items()
-            if scores[kind][name] < share
-        ]
-        if low:
-            raise UserError(f"too few of the generated images are right: {', '.join(low)}; see {self.out}/report.html")
+def check_scores(out: Path) -> None:
+    """Raise a UserError if a share of right images is below `MIN_RIGHT`."""
+    scores = json.loads((out / "scores.json").read_text())
+    low = [
+        f"{kind} {name} {scores[kind][name]:.3f}, not {share}"
+        for kind, shares in MIN_RIGHT.items()
+        for name, share in shares.items()
+        if scores[kind][name] < share
+    ]
+    if low:
+        raise UserError(f"too few of the generated images are right: {', '.join(low)}; see {out}/report.html")
 
 
 def main() -> None:
@@ -67,33 +51,28 @@ def main() -> None:
     arguments = parse_arguments()
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    demo = Demo(out, arguments.quick)
+    demo = Steps(out)
     num_images = arguments.num_images or (300 if arguments.quick else NUM_IMAGES)
-    python = [sys.executable]
-    source, prepared = out / "source", out / "prepared"
     start = time.monotonic()
+    _, prepared = demo.draw(num_images, SHARES)
 
-    options = ["--num-images", str(num_images), "--shares", *SHARES]
-    demo.run("draw", [*python, "-m", "demo.shapes", str(source), *options])
-    layouts = [str(source / layout) for layout in ("images", "webdataset", "parquet")]
-    options = ["--edges", "32", "64", "--validation-fraction", "0.05", "--workers", "2"]
-    demo.run("prepare", [*python, "scripts/prepare.py", *layouts, str(prepared), *options])
+    def train(name: str, folder: Path, *overrides: str) -> None:
+        data = [f"data.local={folder}/train", f"validation.local={folder}/validation"]
+        settings = [f"output_folder={out}/{name}", *overrides, *data, *LOGGERS, *(QUICK if arguments.quick else [])]
+        demo.run(name, [*COMPOSER, "run.py", f"yamls/tiny/{name}.yaml", *settings])
 
-    def data(folder: Path) -> list[str]:
-        return [f"data.local={folder}/train", f"validation.local={folder}/validation"]
-
-    demo.train("autoencoder", [f"output_folder={out}/autoencoder", *data(prepared)])
+    train("autoencoder", prepared)
     vae, latents = out / "autoencoder" / "vae", out / "latents-64"
     options = ["--resolution", "64", "--architecture", "tiny", "--vae", str(vae), "--mean-only"]
-    demo.run("encode", [*python, "scripts/encode.py", str(prepared), str(latents), *options])
-    demo.train("modern_64", [f"output_folder={out}/modern_64", f"model.vae={vae}", *data(latents)])
+    demo.run("encode", [sys.executable, "scripts/encode.py", str(prepared), str(latents), *options])
+    train("modern_64", latents, f"model.vae={vae}")
 
-    report = ["-m", "demo.score", str(out), "--guidance-scale", str(GUIDANCE_SCALE)]
-    options = ["--steps", str(2 if demo.quick else NUM_INFERENCE_STEPS), *(["--seeds", "1"] if demo.quick else [])]
-    demo.run("score", [*python, *report, *options])
+    options = ["--steps", "2", "--seeds", "1"] if arguments.quick else ["--steps", str(NUM_INFERENCE_STEPS)]
+    guidance = ["--guidance-scale", str(GUIDANCE_SCALE)]
+    demo.run("score", [sys.executable, "-m", "demo.score", str(out), *guidance, *options])
     print(f"\nreport: {out / 'report.html'}   ({time.monotonic() - start:.0f} s)")
     if not arguments.quick and num_images >= NUM_IMAGES:
-        demo.check_scores()
+        check_scores(out)
 
 
 if __name__ == "__main__":

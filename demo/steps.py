@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from diffusion.errors import UserError
@@ -57,3 +58,13 @@ class Steps:
             raise UserError(f"step '{name}' ended with exit code {code}; see its message, and run the demo again")
         self.done[name] = {"command": shown, "seconds": time.monotonic() - start}
         write_json(self.log, self.done)
+
+    def draw(self, num_images: int, shares: Sequence[str]) -> tuple[list[str], Path]:
+        """Draw images with captions and prepare them; return the folders of the three layouts, and of the data set."""
+        source, prepared = self.out / "source", self.out / "prepared"
+        options = ["--num-images", str(num_images), "--shares", *shares]
+        self.run("draw", [sys.executable, "-m", "demo.shapes", str(source), *options])
+        layouts = [str(source / layout) for layout in ("images", "webdataset", "parquet")]
+        options = ["--edges", "32", "64", "--validation-fraction", "0.05", "--workers", "2"]
+        self.run("prepare", [sys.executable, "scripts/prepare.py", *layouts, str(prepared), *options])
+        return layouts, prepared

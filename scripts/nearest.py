@@ -40,29 +40,28 @@ def main() -> None:
     import numpy as np
     import torch
 
-    from diffusion.evaluation import nearest_report
+    from diffusion.evaluation import nearest
     from diffusion.evaluation.config import EvaluationConfig
     from diffusion.evaluation.features import Clip
     from diffusion.evaluation.images import image_files
-    from diffusion.evaluation.nearest import Pixels, compare, distances
     from diffusion.evaluation.prompts import open_images
 
     images = open_images(options.images)
-    data = nearest_report.find_data(options.data)
-    training = nearest_report.open_training(data)
-    validation = nearest_report.open_validation(data, options.validation)
+    data = nearest.find_data(options.data)
+    training = nearest.open_training(data)
+    validation = nearest.open_validation(data, options.validation)
     device = torch.device(choose_device(options.device))
-    network = Clip(options.clip, "--clip", local_files_only=True) if options.clip else Pixels()
+    network = Clip(options.clip, "--clip", local_files_only=True) if options.clip else nearest.Pixels()
     config = EvaluationConfig(output_folder=str(options.out), batch_size=64)
     writing = partial(explained_writes, f"--out {options.out}", "Choose another folder")
     with writing():
         options.out.mkdir(parents=True, exist_ok=True)
-    comparison = compare(
+    comparison = nearest.compare(
         image_files([image.path for image in images]), training, validation, network.to(device), config, device,
         num=options.num, quantile=options.quantile,
     )  # fmt: skip
     with writing():
-        nearest_report.write_report(options.out, images, training, comparison, num=options.num, name=network.name)
+        nearest.write_report(options.out, images, training, comparison, num=options.num, name=network.name)
     if (few := len(validation)) * options.quantile < 1 and options.quantile:
         chance = f"about one in {few + 1} new images is nearer than all of them, and then suspected"
         print(f"only {few} validation images: {chance}", file=sys.stderr)
@@ -72,8 +71,8 @@ def main() -> None:
         near = next(filter(comparison.is_copy, comparison.neighbours[number]))
         print(f"  {images[number].path.name} of {near.key}, distance {near.distance:.4f}")
     for name, rows in {"generated": comparison.neighbours, "validation": comparison.validation}.items():
-        print(f"median distance to the nearest training image, {name}: {np.median(distances(rows)):.4f}")
-    print(f"suspected below {comparison.min_distance:.4f}; table and pairs: {options.out / nearest_report.PAGE}")
+        print(f"median distance to the nearest training image, {name}: {np.median(nearest.distances(rows)):.4f}")
+    print(f"suspected below {comparison.min_distance:.4f}; table and pairs: {options.out / nearest.PAGE}")
 
 
 if __name__ == "__main__":

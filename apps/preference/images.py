@@ -4,7 +4,7 @@ import functools
 import io
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +71,10 @@ def collect(folders: Mapping[str, Path], prompts_file: Path) -> ImageSet:
     texts = [prompt.text for prompt in listed]
     found = {name: _images_by_prompt(folder, texts) for name, folder in folders.items()}
     for name, folder in folders.items():
-        _check_paths(folder, itertools.chain.from_iterable(found[name].values()))
+        top = folder.resolve()
+        for image in itertools.chain.from_iterable(found[name].values()):
+            if not image.resolve().is_relative_to(top):  # A listing may be someone else's.
+                raise DataError(f"{image} is outside of {folder} and would be shown to raters: copy it into the folder")
     first = next(iter(folders))
     items = []
     for text, prompt in prompts.items():
@@ -109,14 +112,6 @@ def _images_by_prompt(folder: Path, texts: Sequence[str]) -> dict[str, list[Path
     for i, text in enumerate(texts):  # A text may be there twice.
         found.setdefault(text, []).extend(images[i * per_prompt : (i + 1) * per_prompt])
     return found
-
-
-def _check_paths(folder: Path, images: Iterable[Path]) -> None:
-    """Reject images outside of their folder, whose listing may be someone else's: the server would publish them."""
-    top = folder.resolve()
-    for image in images:
-        if not image.resolve().is_relative_to(top):
-            raise DataError(f"{image} is outside of {folder} and would be shown to raters: copy it into the folder")
 
 
 @functools.lru_cache(maxsize=64)

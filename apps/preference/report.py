@@ -154,23 +154,19 @@ def strengths(votes: pd.DataFrame, models: Sequence[str], question: str, seed: i
     def fit(sums: Array) -> Array:
         return np.stack([bradley_terry(wins.reshape(num, num)) for wins in sums])
 
-    by_prompt = _win_matrices(votes, question, num).reshape(-1, num * num)
+    # Wins of the row's model over the column's, by prompt: [P, M, M]; a tie is half a win of each.
+    prompts, names = pd.factorize(votes["prompt"])
+    first, second, preferred = (votes[name].to_numpy(int) for name in ("first", "second", question))
+    wins = np.zeros((len(names), num, num))
+    for one, other in ((first, second), (second, first)):
+        np.add.at(wins, (prompts, one, other), np.where(preferred == _TIE, 0.5, preferred == one))
+    by_prompt = wins.reshape(-1, num * num)
     values = fit(by_prompt.sum(axis=0, keepdims=True))[0]
     intervals = bootstrap(by_prompt, fit, seed=seed)
     return [
         {"question": question, "model": model, "strength": value, "low": low, "high": high}
         for model, value, (low, high) in zip(models, values, intervals, strict=True)
     ]
-
-
-def _win_matrices(votes: pd.DataFrame, question: str, num_models: int) -> Array:
-    """Wins of the row's model over the column's, by prompt: [P, M, M]; a tie is half a win of each."""
-    prompts, names = pd.factorize(votes["prompt"])
-    first, second, preferred = (votes[name].to_numpy(int) for name in ("first", "second", question))
-    wins = np.zeros((len(names), num_models, num_models))
-    np.add.at(wins, (prompts, first, second), np.where(preferred == _TIE, 0.5, preferred == first))
-    np.add.at(wins, (prompts, second, first), np.where(preferred == _TIE, 0.5, preferred == second))
-    return wins
 
 
 def _reliability(votes: pd.DataFrame, question: str) -> list[dict[str, Any]]:
@@ -210,7 +206,6 @@ def write_report(report: Report, folder: Path) -> None:
     write_json(folder / "report.json", tables)
     figure = rates_figure(report.rates)
     save_png(figure, folder / "preference.png")
-    reliability = report.reliability.assign(value=_text(report.reliability["value"], "{:.2f}"))
     values = {
         "title": f"Preferred: {', '.join(dict.fromkeys([*report.rates['a'], *report.rates['b']]))}",
         "report": report,
@@ -218,7 +213,7 @@ def write_report(report: Report, folder: Path) -> None:
         "rates": _shown(report.rates, ["share", "low", "high"], "{:.1%}"),
         "categories": _shown(report.categories, ["share", "low", "high"], "{:.1%}"),
         "strengths": _shown(report.strengths, ["strength", "low", "high"], "{:.2f}"),
-        "reliability": reliability,
+        "reliability": _shown(report.reliability, ["value"], "{:.2f}"),
         "raters": _shown(report.raters, ["median_seconds"], "{:.1f}"),
     }
     write_page(folder / "index.html", Path(__file__).with_suffix(".html"), values)
@@ -228,12 +223,8 @@ def _shown(table: pd.DataFrame, columns: Sequence[str], pattern: str) -> pd.Data
     """Table for the page, with formatted numbers."""
     if table.empty:
         return table
-    texts = {name: _text(table[name], pattern) for name in columns}
+    texts = {name: ["-" if pd.isna(one) else pattern.format(one) for one in table[name]] for name in columns}
     return table.assign(**texts).rename(columns=lambda name: name.replace("_", " "))
-
-
-def _text(numbers: pd.Series, pattern: str) -> list[str]:
-    return ["-" if pd.isna(number) else pattern.format(number) for number in numbers]
 
 
 def rates_figure(rates: pd.DataFrame) -> Figure:

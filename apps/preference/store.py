@@ -112,7 +112,7 @@ class Store:
     def __init__(self, path: Path) -> None:
         if not path.is_file():
             raise ConfigurationError(f"{path}: no such file of votes; `serve` makes it")
-        self.path, self._lock = path, threading.Lock()
+        self.path, self._lock = path, threading.RLock()
         self._connection = sqlite3.connect(path, timeout=60, isolation_level=None, check_same_thread=False)
         execute = self._connection.execute
         try:
@@ -212,27 +212,30 @@ class Store:
                 "SELECT id FROM presentations WHERE rater = ? AND id NOT IN (SELECT presentation FROM votes)", (rater,)
             ).fetchone()
             if opened:
-                return self._presentation(rater, opened[0])
+                return self.presentation(rater, opened[0])
             position, kinds = self._count("presentations", rater), self._schedule(rater)
             if position >= len(kinds):
                 return None
             identifier, kind = secrets.token_urlsafe(12), kinds[position]
-            choose = {
-                ScreenKind.pair: self._choose_pair,
-                ScreenKind.repeat: self._choose_repeat,
-                ScreenKind.check: self._choose_check,
-            }
-            pair, item, first, second = choose[kind](rater, kinds[:position].count(kind))
+            pair, item, first, second = self._choose(rater, position, kind, kinds[:position].count(kind))
             self._connection.execute(
                 "INSERT INTO presentations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (identifier, rater, position, kind.value, pair, item, first, second, time.time()),
             )
-            return self._presentation(rater, identifier)
+            return self.presentation(rater, identifier)
 
     def presentation(self, rater: str, identifier: str) -> Presentation:
         """A presentation of this rater; a KeyError if it was not shown to this rater."""
         with self._lock:
-            return self._presentation(rater, identifier)
+            row = self._connection.execute(
+                "SELECT kind, item, prompt, first, second FROM presentations JOIN items USING (item) "
+                "WHERE rater = ? AND id = ?",
+                (rater, identifier),
+            ).fetchone()
+        if row is None:
+            raise KeyError(identifier)
+        kind, item, prompt, first, second = row
+        return Presentation(id=identifier, kind=ScreenKind(kind), item=item, prompt=prompt, first=first, second=second)
 
     def vote(self, rater: str, identifier: str, *, quality: str, alignment: str) -> bool:
         """Store a vote, with one of ANSWERS to each question; when this returns, it is on the disk.
@@ -244,7 +247,7 @@ class Store:
             KeyError: the presentation was not shown to this rater.
         """
         with self._transaction():
-            self._presentation(rater, identifier)
+            self.presentation(rater, identifier)
             cursor = self._connection.execute(
                 "INSERT INTO votes VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
                 (identifier, rater, quality, alignment, time.time()),
@@ -285,40 +288,26 @@ class Store:
     def _count(self, table: str, rater: str) -> int:
         return self._connection.execute(f"SELECT COUNT(*) FROM {table} WHERE rater = ?", (rater,)).fetchone()[0]
 
-    def _presentation(self, rater: str, identifier: str) -> Presentation:
-        row = self._connection.execute(
-            "SELECT kind, item, prompt, first, second FROM presentations JOIN items USING (item) "
-            "WHERE rater = ? AND id = ?",
-            (rater, identifier),
-        ).fetchone()
-        if row is None:
-            raise KeyError(identifier)
-        kind, item, prompt, first, second = row
-        return Presentation(id=identifier, kind=ScreenKind(kind), item=item, prompt=prompt, first=first, second=second)
+    def _choose(self, rater: str, position: int, kind: ScreenKind, number: int) -> tuple[int | None, int, int, int]:
+        """Pair, item, first and second model of a presentation at a position, with a number among those of its kind.
 
-    def _choose_pair(self, rater: str, number: int) -> tuple[int, int, int, int]:
-        """Pair, item, first and second model of a pair that is new to the rater."""
-        rows = self._connection.execute(_NEW_PAIRS, {"rater": rater}).fetchall()
-        candidates = [row[:4] for row in rows if row[4:] == rows[0][4:]]
-        seed, position = self.settings.seed, self._count("presentations", rater)
-        pair, item, a, b = generator(seed, rater, position, "pair").choice(candidates)
-        is_exchanged = generator(seed, rater, pair, "sides").random() < 0.5
-        return (pair, item, b, a) if is_exchanged else (pair, item, a, b)
-
-    def _choose_repeat(self, rater: str, number: int) -> tuple[int, int, int, int]:
-        """Pair, item, first and second model of the rater's repeat with that number."""
-        which = repeated_pairs(self.settings.seed, rater, self._num_pairs, self.settings.num_repeats)[number]
-        pair, item, first, second = self._connection.execute(
-            "SELECT pair, item, first, second FROM presentations WHERE rater = ? AND kind = 'pair' "
-            "ORDER BY position LIMIT 1 OFFSET ?",
-            (rater, which),
-        ).fetchone()
-        return pair, item, second, first
-
-    def _choose_check(self, rater: str, number: int) -> tuple[None, int, int, int]:
-        """Item, first and second model of the rater's check with that number; one of them is NOISE or BLANK."""
-        draw = generator(self.settings.seed, rater, number, "check")
-        item = draw.randrange(self._connection.execute("SELECT COUNT(*) FROM items").fetchone()[0])
+        A pair is new to the rater. A check has no pair, and NOISE or BLANK in place of a model.
+        """
+        seed, execute = self.settings.seed, self._connection.execute
+        if kind is ScreenKind.pair:
+            rows = execute(_NEW_PAIRS, {"rater": rater}).fetchall()
+            candidates = [row[:4] for row in rows if row[4:] == rows[0][4:]]
+            pair, item, a, b = generator(seed, rater, position, "pair").choice(candidates)
+            is_exchanged = generator(seed, rater, pair, "sides").random() < 0.5
+            return (pair, item, b, a) if is_exchanged else (pair, item, a, b)
+        if kind is ScreenKind.repeat:
+            return execute(
+                "SELECT pair, item, second, first FROM presentations WHERE rater = ? AND kind = 'pair' "
+                "ORDER BY position LIMIT 1 OFFSET ?",
+                (rater, repeated_pairs(seed, rater, self._num_pairs, self.settings.num_repeats)[number]),
+            ).fetchone()
+        draw = generator(seed, rater, number, "check")
+        item = draw.randrange(execute("SELECT COUNT(*) FROM items").fetchone()[0])
         sides = [draw.randrange(len(self.models)), draw.choice([NOISE, BLANK])]
         draw.shuffle(sides)
         return None, item, sides[0], sides[1]

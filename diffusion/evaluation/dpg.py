@@ -17,7 +17,7 @@ from PIL import Image
 from diffusion.errors import ConfigurationError
 from diffusion.evaluation.protocol import Protocol, content_hash
 from diffusion.evaluation.suites import Suite
-from diffusion.evaluation.vqa import ASKED, Vqa
+from diffusion.evaluation.vqa import ASKED, VisionLanguageModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class Dpg(Suite[Item]):
     """The benchmark, and the model that answers its questions."""
 
     name = "dpg"
-    vqa: Vqa
+    vqa: VisionLanguageModel
 
     def record(self) -> Protocol:
         """Questions, and the model that answers them."""
@@ -117,11 +117,8 @@ class Dpg(Suite[Item]):
         questions = [question.text for question in item.questions]
         return [yes > no for yes, no in self.vqa.probabilities(image, questions, ["yes", "no"])]
 
-    def values(self, judged: Sequence[tuple[Item, list[bool]]]) -> dict[str, float]:
-        """The score, and the shares by category, in per cent."""
-        scores: dict[str, list[float]] = {}
-        for item, answers in judged:
-            scores.setdefault(self.name, []).append(fmean(right_answers(item.questions, answers)))
-            for question, answer in zip(item.questions, answers, strict=True):
-                scores.setdefault(f"{self.name}/{question.category}", []).append(answer)
-        return {name: 100.0 * fmean(values) for name, values in scores.items()}
+    def scores(self, item: Item, judgement: Sequence[bool]) -> Iterable[tuple[str, float]]:
+        """The share of right questions, and each answer by category."""
+        yield self.name, fmean(right_answers(item.questions, judgement))
+        for question, answer in zip(item.questions, judgement, strict=True):
+            yield f"{self.name}/{question.category}", answer

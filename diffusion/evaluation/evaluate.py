@@ -97,7 +97,12 @@ class Evaluation:
     def __post_init__(self) -> None:
         config, protocol = self.config, self.config.protocol
         self.folder = Path(config.output_folder).expanduser()
-        on_first_rank(self._make_folder)
+
+        def make_folder() -> None:
+            with explained_writes(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+
+        on_first_rank(make_folder)
         self.device = agree(lambda: rank_device(config.device))
         cache = Path(config.reference_cache or self.folder / "reference").expanduser()
         self.metrics = agree(lambda: Metrics(config=config, device=self.device, cache=cache))
@@ -105,10 +110,6 @@ class Evaluation:
         self.suites: dict[str, Suite[Any]] = agree(
             lambda: {suite.name: suite for suite in open_suites(protocol, self.device)}
         )
-
-    def _make_folder(self) -> None:
-        with explained_writes(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
 
     def of_run(self, folder: Path) -> "Evaluation":
         """Return the same evaluation with the folder of a watched run, which may write a checkpoint again."""
@@ -198,20 +199,14 @@ class Evaluation:
 
     def _tasks(self, scale: float) -> dict[str, GenerationTask]:
         """Images to generate, by their folder: for the metrics and for the suites."""
-        sampling, batch_size = self.config.protocol.sampling, self.config.batch_size
-        tasks = {}
-        if self.config.protocol.metrics:
-            tasks["prompts"] = GenerationTask(
-                prompts=self.prompts, sampling=sampling, guidance_scale=scale, batch_size=batch_size
-            )
+        protocol, batch_size = self.config.protocol, self.config.batch_size
+        images = {"prompts": (self.prompts, protocol.sampling)} if protocol.metrics else {}
         for name, suite in self.suites.items():
-            tasks[name] = GenerationTask(
-                prompts=suite.prompts(),
-                sampling=replace(sampling, images_per_prompt=suite.images_per_prompt),
-                guidance_scale=scale,
-                batch_size=batch_size,
-            )
-        return tasks
+            images[name] = suite.prompts(), replace(protocol.sampling, images_per_prompt=suite.images_per_prompt)
+        return {
+            name: GenerationTask(prompts=prompts, sampling=sampling, guidance_scale=scale, batch_size=batch_size)
+            for name, (prompts, sampling) in images.items()
+        }
 
     def _is_done(self, result: Result, expected: Iterable[str]) -> bool:
         """Check that the file of a result has all expected numbers; on the first rank, take over its numbers."""

@@ -40,6 +40,9 @@ from diffusion.models.sampling import choose_sampler, inference_scheduler, train
 from diffusion.models.tokenizers import repair
 from diffusion.randomness import Purpose, normal
 
+PIPELINES = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "PRXPipeline", "PRXPixelPipeline")
+"""Classes of diffusers whose folders can be evaluated."""
+
 GENERATION = "generation.json"
 """Record of everything that the images of a folder depend on; written first."""
 
@@ -216,20 +219,17 @@ class PipelineGenerator(Generator):
 
 
 def _load_pipeline(folder: Path) -> Any:
-    from diffusers.pipelines.prx.pipeline_prx import PRXPipeline
-    from diffusers.pipelines.prx.pipeline_prx_pixel import PRXPixelPipeline
-    from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
-    from diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl import StableDiffusionXLPipeline
+    import diffusers
 
-    classes = (StableDiffusionPipeline, StableDiffusionXLPipeline, PRXPipeline, PRXPixelPipeline)
-    kinds: dict[str, Any] = {kind.__name__: kind for kind in classes}
     options: dict[str, Any] = {"use_safetensors": True, "dtype": torch.float32, "remedy": "Export it again"}
     try:
-        kind = kinds[read_json(folder / PIPELINE_INDEX)["_class_name"]]
-        return load_pretrained(kind, folder, local_files_only=True, **options)
-    except (UserError, LookupError, TypeError) as error:
+        name = read_json(folder / PIPELINE_INDEX)["_class_name"]
+        if name not in PIPELINES:
+            raise ValueError(f"its class is {name}")
+        return load_pretrained(getattr(diffusers, name), folder, local_files_only=True, **options)
+    except (UserError, LookupError, ValueError, TypeError) as error:
         reason = first_line(error)
-        raise ConfigurationError(f"model={folder} is no {' or '.join(kinds)}: {reason}") from error
+        raise ConfigurationError(f"model={folder} is no {' or '.join(PIPELINES)}: {reason}") from error
 
 
 def find_models(source: str, weights: Sequence[str]) -> list[EvaluatedModel]:
@@ -365,7 +365,17 @@ def generate_images(
                 with explained_writes(files[number]), atomic_path(files[number], durable=False) as partial:
                     save_marked(image, partial, generator.mark, compress_level=1)
     barrier()
-    on_first_rank(lambda: _write_listing(folder, task, files))
+
+    def list_images() -> None:
+        rows = []
+        for image, file in enumerate(files):
+            number, copy = divmod(image, task.sampling.images_per_prompt)
+            prompt = {"prompt": task.prompts[number].text, "category": task.prompts[number].category}
+            rows.append({"file_name": file.name, **prompt, "prompt_index": number, "image_of_prompt": copy})
+        with explained_writes(folder):
+            write_listing(folder, rows)
+
+    on_first_rank(list_images)
     return files
 
 
@@ -387,21 +397,3 @@ def _open_folder(folder: Path, record: dict[str, Any], replaces: bool) -> None:
         folder.mkdir(parents=True)
         write_listing(folder, [])
         write_json(folder / GENERATION, record)
-
-
-def _write_listing(folder: Path, task: GenerationTask, files: Sequence[Path]) -> None:
-    rows = []
-    for image, file in enumerate(files):
-        number, copy = divmod(image, task.sampling.images_per_prompt)
-        prompt = task.prompts[number]
-        rows.append(
-            {
-                "file_name": file.name,
-                "prompt": prompt.text,
-                "category": prompt.category,
-                "prompt_index": number,
-                "image_of_prompt": copy,
-            }
-        )
-    with explained_writes(folder):
-        write_listing(folder, rows)

@@ -5,7 +5,7 @@ mean (GM) estimates whether it shows the whole prompt.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -15,7 +15,7 @@ from PIL import Image
 
 from diffusion.evaluation.protocol import Protocol, content_hash
 from diffusion.evaluation.suites import Suite, read_json_items
-from diffusion.evaluation.vqa import ASKED, Vqa
+from diffusion.evaluation.vqa import ASKED, VisionLanguageModel
 
 AM, GM = "soft_tifa_am", "soft_tifa_gm"
 """Names of the numbers."""
@@ -55,17 +55,12 @@ def _item(row: Mapping[str, Any]) -> Item:
     return Item(prompt=row["prompt"], num_atoms=int(row["atom_count"]), questions=questions)
 
 
-def soft_tifa_gm(probabilities: Sequence[float]) -> float:
-    """Geometric mean of the probabilities of the correct answers."""
-    return math.prod(probabilities) ** (1.0 / len(probabilities))
-
-
 @dataclass(frozen=True, kw_only=True)
 class GenEval2(Suite[Item]):
     """The benchmark, and the model that answers its questions."""
 
     name = "geneval2"
-    vqa: Vqa
+    vqa: VisionLanguageModel
 
     def record(self) -> Protocol:
         """Questions, and the model that answers them."""
@@ -89,13 +84,10 @@ class GenEval2(Suite[Item]):
         rows = self.vqa.probabilities(image, [question.text for question in item.questions], answers)
         return [row[answers.index(question.answer)] for row, question in zip(rows, item.questions, strict=True)]
 
-    def values(self, judged: Sequence[tuple[Item, list[float]]]) -> dict[str, float]:
-        """Both means of Soft-TIFA, in per cent."""
-        scores: dict[str, list[float]] = {}
-        for item, probabilities in judged:
-            scores.setdefault(AM, []).append(fmean(probabilities))
-            for name in (GM, f"{GM}/{item.num_atoms} atoms"):
-                scores.setdefault(name, []).append(soft_tifa_gm(probabilities))
-            for question, probability in zip(item.questions, probabilities, strict=True):
-                scores.setdefault(f"{AM}/{question.skill}", []).append(probability)
-        return {name: 100.0 * fmean(values) for name, values in scores.items()}
+    def scores(self, item: Item, judgement: Sequence[float]) -> Iterable[tuple[str, float]]:
+        """Both means of Soft-TIFA, and the probability of each answer by skill."""
+        yield AM, fmean(judgement)
+        for name in (GM, f"{GM}/{item.num_atoms} atoms"):
+            yield name, math.prod(judgement) ** (1.0 / len(judgement))
+        for question, probability in zip(item.questions, judgement, strict=True):
+            yield f"{AM}/{question.skill}", probability

@@ -56,7 +56,8 @@ class RewardModel:
                 self._processor.tokenizer.add_tokens([REWARD_TOKEN], special_tokens=True)
                 weights = load_file(path / WEIGHTS)
                 self._head = _head_layers(weights, device)
-                backbone = {backbone_name(name): tensor for name, tensor in weights.items() if _is_of_backbone(name)}
+                heads = ("rm_head.", "lm_head.")
+                backbone = {backbone_name(one): weights[one] for one in weights if not one.startswith(heads)}
                 # The authors' table has a row for each token of the tokenizer; Qwen2-VL's own has some to spare.
                 config.get_text_config().vocab_size = len(backbone["language_model.embed_tokens.weight"])
                 dtype = backbone["language_model.embed_tokens.weight"].dtype
@@ -82,8 +83,11 @@ class RewardModel:
         chat = self._processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
         inputs = self._processor(text=[chat], images=[self._resized(image)], do_resize=False, return_tensors="pt")
         inputs = inputs.to(self._model.device, self._model.dtype)
-        hidden_BLD = self._model(**inputs, use_cache=False).last_hidden_state
-        return float(self._reward(hidden_BLD[inputs["input_ids"] == self._token])[0, 0])
+        states_BLD = self._model(**inputs, use_cache=False).last_hidden_state
+        hidden = states_BLD[inputs["input_ids"] == self._token].float()  # [1, D]
+        for weight, bias in self._head[:-1]:
+            hidden = F.relu(F.linear(hidden, weight, bias))
+        return float(F.linear(hidden, *self._head[-1])[0, 0])  # Of mean and uncertainty.
 
     def _resized(self, image: Image.Image) -> Image.Image:
         """Resize to `NUM_PIXELS` with Pillow's bicubic filter."""
@@ -93,13 +97,6 @@ class RewardModel:
         height, width = smart_resize(image.height, image.width, factor, min_pixels=NUM_PIXELS, max_pixels=NUM_PIXELS)
         return image.resize((width, height), Image.Resampling.BICUBIC)
 
-    def _reward(self, hidden: Tensor) -> Tensor:
-        """Hidden states [1, D] -> mean and uncertainty [1, 2], in float32."""
-        hidden = hidden.float()
-        for weight, bias in self._head[:-1]:
-            hidden = F.relu(F.linear(hidden, weight, bias))
-        return F.linear(hidden, *self._head[-1])
-
 
 def backbone_name(name: str) -> str:
     """Name of a weight in transformers' `Qwen2VLModel`, from that in a checkpoint of version 4.52 or newer, or older.
@@ -108,10 +105,6 @@ def backbone_name(name: str) -> str:
     """
     name = name.removeprefix("model.")
     return name if name.startswith(("visual.", "language_model.")) else f"language_model.{name}"
-
-
-def _is_of_backbone(name: str) -> bool:
-    return not name.startswith(("rm_head.", "lm_head."))
 
 
 def _head_layers(weights: dict[str, Tensor], device: torch.device) -> list[tuple[Tensor, Tensor]]:

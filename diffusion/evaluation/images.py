@@ -207,12 +207,10 @@ def open_reference(config: ReferenceConfig) -> tuple[Images, str]:
         files = [files[i] for i in chosen]
         content = text_hash("".join(f"{file.name} {hash_file(file, 'sha256')}\n" for file in files))
         images = image_files(files)
-    return (_scaled_squares(images, config.size) if config.size else images), text_hash(content)
-
-
-def _scaled_squares(images: Images, size: int) -> Images:
-    """Centre squares of images, scaled to `size` pixels."""
-    return Images(len(images), lambda index: ImageOps.fit(images[index], (size, size), method=Image.Resampling.BICUBIC))
+    if (size := config.size) is None:
+        return images, text_hash(content)
+    scaled = Images(len(images), lambda i: ImageOps.fit(images[i], (size, size), method=Image.Resampling.BICUBIC))
+    return scaled, text_hash(content)
 
 
 def _decode(content: bytes, name: str, convert_to_srgb: bool = False) -> Image.Image:

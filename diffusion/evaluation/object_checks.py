@@ -6,9 +6,10 @@ zero-shot detector of transformers, or that of a plug-in, which has its own chec
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Protocol
 
 import torch
@@ -226,7 +227,7 @@ def _wanted(entry: Mapping[str, Any]) -> Wanted:
 class ObjectChecks(Suite[Check]):
     """Checks and their detector."""
 
-    name = "compositional"
+    name, unit = "compositional", 1.0
     config: CompositionalConfig
     detector: Detector
     colours: Sequence[str]
@@ -285,10 +286,11 @@ class ObjectChecks(Suite[Check]):
         labels = list(dict.fromkeys(one.label for one in (*item.include, *item.exclude)))
         return is_shown(item, self.detector.find(image, labels, names), any_object=self.any_object)
 
+    def scores(self, item: Check, judgement: bool) -> Iterable[tuple[str, float]]:
+        """The check by its category."""
+        yield f"{self.name}/{item.category}", judgement
+
     def values(self, judged: Sequence[tuple[Check, bool]]) -> dict[str, float]:
         """Shares of images that pass their checks, by category, and the mean of the categories (as in GenEval)."""
-        by_category: dict[str, list[bool]] = {}
-        for check, is_right in judged:
-            by_category.setdefault(f"{self.name}/{check.category}", []).append(is_right)
-        shares = {name: sum(right) / len(right) for name, right in by_category.items()}
-        return {self.name: sum(shares.values()) / len(shares), **shares}
+        shares = super().values(judged)
+        return {self.name: fmean(shares.values()), **shares}

@@ -1,10 +1,12 @@
 """Suites: prompts of their own, whose images a detector, or a model that answers questions, judges one by one."""
 
+import itertools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from PIL import Image
@@ -37,6 +39,9 @@ class Suite(ABC, Generic[AnyItem]):
     name: ClassVar[str]
     """Folder of the images, and label of the progress bar."""
 
+    unit: ClassVar[float] = 100.0
+    """Value of a number whose scores are all 1."""
+
     items: Sequence[AnyItem]
     images_per_prompt: int
 
@@ -57,8 +62,15 @@ class Suite(ABC, Generic[AnyItem]):
         """Judge an image of an item; the judgement is stored as JSON."""
 
     @abstractmethod
-    def values(self, judged: Sequence[tuple[AnyItem, Any]]) -> Mapping[str, float]:
-        """Values of the numbers, from the item and the judgement of each image."""
+    def scores(self, item: AnyItem, judgement: Any) -> Iterable[tuple[str, float]]:
+        """Scores of an image, 0 to 1, each with the name of its number."""
+
+    def values(self, judged: Sequence[tuple[AnyItem, Any]]) -> dict[str, float]:
+        """Values of the numbers, from the item and the judgement of each image: means of the scores."""
+        scores: dict[str, list[float]] = {}
+        for name, score in itertools.chain.from_iterable(itertools.starmap(self.scores, judged)):
+            scores.setdefault(name, []).append(score)
+        return {name: self.unit * fmean(values) for name, values in scores.items()}
 
     def protocols(self, images: Mapping[str, Any]) -> dict[str, NumberProtocol]:
         """Protocol of each number, with the record of the images."""

@@ -4,7 +4,7 @@ Shape letters: Q questions, A answers, V tokens of the vocabulary.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from PIL import Image
@@ -17,19 +17,6 @@ ASKED = "{question} Answer in one word."
 """Text of a question (GenEval 2's)."""
 
 NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-
-
-class Vqa(Protocol):
-    """Answers questions about images."""
-
-    identity: str
-    """Name and hash, for the protocol."""
-
-    def probabilities(
-        self, image: Image.Image, questions: Sequence[str], answers: Sequence[str]
-    ) -> Sequence[Sequence[float]]:
-        """Probability of each answer, a word, to each question: Q rows of A numbers."""
-        ...
 
 
 class VisionLanguageModel:
@@ -56,7 +43,7 @@ class VisionLanguageModel:
 
     @torch.no_grad()
     def probabilities(self, image: Image.Image, questions: Sequence[str], answers: Sequence[str]) -> list[list[float]]:
-        """Probability of each answer to each question: that the first token of the reply begins one of its forms."""
+        """Probability of each answer (a word) to each question: the reply's first token begins one of its forms."""
         chats = [
             [
                 {

@@ -28,7 +28,6 @@ from diffusion.checkpointing.layout import CHECKPOINT_INDEX, batch_of, list_chec
 from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoints
 from diffusion.config.checks import planned_steps
 from diffusion.config.schema import Config
-from diffusion.config.training import WandbConfig
 from diffusion.distributed import barrier, is_first_rank, on_first_rank, start_process_group
 from diffusion.errors import DataError, MachineError, explained_writes
 from diffusion.evaluation.config import EvaluationConfig, run_label
@@ -217,13 +216,6 @@ def read_ledger(folder: Path, run: str, known: Mapping[str, LedgerEntry] | None 
     return entries
 
 
-def current_entries(entries: Mapping[str, LedgerEntry], identities: Mapping[str, str]) -> dict[str, LedgerEntry]:
-    """Entries without those of checkpoints that a run has removed and written again, as after a rollback."""
-    return {
-        name: entry for name, entry in entries.items() if entry.identity in (None, identities.get(name, entry.identity))
-    }
-
-
 class WatchedRun:
     """A run, what is recorded of it in its output folder, and its checkpoints to evaluate; for the first rank.
 
@@ -254,8 +246,7 @@ class WatchedRun:
         finished = finished_step(run) if run is not None else None
         self.identities = list_complete(checkpoints)
         names = list(self.identities)
-        self._update_entries()
-        done = self._done()
+        self.entries, done = self._read_ledger(self.identities)
         self.pending = [name for name in names if name not in done]
         if is_url(self.uri):  # Only a run folder says when it has ended.
             self.is_finished = any(entry.is_last for entry in self.entries.values())
@@ -263,13 +254,19 @@ class WatchedRun:
             self.is_finished = finished is not None and (not names or step_of(names[-1]) <= finished)
         self._summarise()
 
-    def _update_entries(self) -> None:
-        known = current_entries(self._done(), self.identities)
-        found = read_ledger(self.folder / LEDGER, self.uri, known)
-        self.entries = current_entries(found, self.identities)
+    def _read_ledger(self, identities: Mapping[str, str]) -> tuple[dict[str, LedgerEntry], set[str]]:
+        """Read the entries that are not known, and return all, and the names of those that have the settings.
 
-    def _done(self) -> dict[str, LedgerEntry]:
-        return {name: entry for name, entry in self.entries.items() if entry.has(self.settings)}
+        Those of checkpoints that the run has removed and written again, as after a rollback, are left out.
+        """
+
+        def current(entries: Mapping[str, LedgerEntry]) -> dict[str, LedgerEntry]:
+            pairs = ((name, entry, identities.get(name, entry.identity)) for name, entry in entries.items())
+            return {name: entry for name, entry, identity in pairs if entry.identity in (None, identity)}
+
+        known = {name: entry for name, entry in self.entries.items() if entry.has(self.settings)}
+        found = current(read_ledger(self.folder / LEDGER, self.uri, current(known)))
+        return found, {name for name, entry in found.items() if entry.has(self.settings)}
 
     def _summarise(self) -> None:
         """Write table and metrics file again after new entries: another watcher may have written them without these."""
@@ -290,8 +287,8 @@ class WatchedRun:
         """Acquire the lease of a pending checkpoint, unless another watcher evaluates or has evaluated it."""
         lease = self.applicant(name).acquire()
         if lease is not None:
-            self._update_entries()
-            if name in self._done():
+            self.entries, done = self._read_ledger(self.identities)
+            if name in done:
                 lease.release()
                 return None
         return lease
@@ -337,8 +334,7 @@ class WatchedRun:
     def count(self) -> dict[str, float]:
         """Count the checkpoints as they are now, for Prometheus, in any thread."""
         identities = list_complete(locate(self.uri)[1])
-        found = current_entries(read_ledger(self.folder / LEDGER, self.uri, self._done()), identities)
-        done = {name for name, entry in found.items() if entry.has(self.settings)}
+        _, done = self._read_ledger(identities)
         leased = {path.name.removesuffix(".json") for path in (self.folder / LEASES).glob("*.json")}
         queue = identities.keys() - done
         return {QUEUE: len(queue), LEASED: len(queue & leased), DONE: len(done)}
@@ -465,51 +461,43 @@ class WatchLoggers:
             self._steps.add(step)
 
     def _open(self) -> bool:
+        """Open the loggers: an event file beside those of the run, or in the output folder; and a run of wandb."""
         lease = self._run.applicant(LOGGERS).acquire()
         if lease is None:
             return False
         self._stack.enter_context(held(lease))
-        entry = next(entry for entry in self._run.entries.values() if entry.skipped is None)
+        folder, settings = self._run.folder, self._config.loggers.wandb
+        run = next(entry for entry in self._run.entries.values() if entry.skipped is None)
         if self._config.loggers.tensorboard:
-            self._tensorboard = _open_tensorboard(self._run.folder, entry)
+            from torch.utils.tensorboard.writer import SummaryWriter
+
+            of_run = Path(run.output_folder or "").expanduser() / TENSORBOARD
+            parent = of_run if of_run.is_dir() else folder / TENSORBOARD
+            name = posixpath.normpath(f"/{run.run_name}").lstrip("/")  # Of a checkpoint: no path out of the folder.
+            self._tensorboard = SummaryWriter(str(parent / f"{name}.evaluation"), purge_step=0)
             self._stack.callback(self._tensorboard.close)
-        if self._config.loggers.wandb is not None:
-            self._wandb = _open_wandb(self._run.folder, self._config.loggers.wandb, entry)
+        if settings is not None:
+            import wandb
+
+            name = f"{run.run_name}-evaluation"
+            with starting_wandb():
+                self._wandb = wandb.init(
+                    project=settings.project,
+                    entity=settings.entity,
+                    group=run.group or run.run_name,
+                    name=name,
+                    tags=settings.tags,
+                    dir=str(folder),
+                    id=hashlib.sha256(f"{name} {folder.resolve()}".encode()).hexdigest()[:12],
+                    resume="allow",
+                    mode="offline" if settings.offline else "online",
+                )
             self._stack.callback(self._wandb.finish)
+            self._wandb.define_metric(STEP)
+            self._wandb.define_metric("evaluation/*", step_metric=STEP)
         self._is_open = True
         return True
 
     def close(self) -> None:
         """Close the event file, finish the run in wandb, and give the lease back."""
         self._stack.close()
-
-
-def _open_tensorboard(folder: Path, run: LedgerEntry) -> Any:
-    """Open an event file in a folder beside that of the run, or in the output folder."""
-    from torch.utils.tensorboard.writer import SummaryWriter
-
-    of_run = Path(run.output_folder or "").expanduser() / TENSORBOARD
-    parent = of_run if of_run.is_dir() else folder / TENSORBOARD
-    name = posixpath.normpath(f"/{run.run_name}").lstrip("/")  # Of a checkpoint: no path out of the folder.
-    return SummaryWriter(str(parent / f"{name}.evaluation"), purge_step=0)
-
-
-def _open_wandb(folder: Path, settings: WandbConfig, run: LedgerEntry) -> Any:
-    import wandb
-
-    name = f"{run.run_name}-evaluation"
-    with starting_wandb():
-        started = wandb.init(
-            project=settings.project,
-            entity=settings.entity,
-            group=run.group or run.run_name,
-            name=name,
-            tags=settings.tags,
-            dir=str(folder),
-            id=hashlib.sha256(f"{name} {folder.resolve()}".encode()).hexdigest()[:12],
-            resume="allow",
-            mode="offline" if settings.offline else "online",
-        )
-    started.define_metric(STEP)
-    started.define_metric("evaluation/*", step_metric=STEP)
-    return started

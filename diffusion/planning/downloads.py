@@ -83,7 +83,9 @@ def traffic(streams: Sequence[FleetStream], epoch: EpochOrder, world: World, *, 
         first, last = (np.concatenate([stay[i] for stay in stays]) for i in (1, 2))
         late = first >= width
         windows = np.bincount((first[late] / width).astype(np.int64), weights=size[late], minlength=1)
-        nodes.append((len(size), int(size.sum()), _peak(first, last, size), int(size[first < 1].sum()), windows.max()))
+        changes = np.concatenate([size, -size])[np.argsort(np.concatenate([first, last]), kind="stable")]
+        peak = int(np.cumsum(changes).max(initial=0))
+        nodes.append((len(size), int(size.sum()), peak, int(size[first < 1].sum()), windows.max()))
     counts, sums, peaks, firsts, busiest = zip(*nodes, strict=True)
     return Traffic(
         shards_in_use=sum(len(shards) for shards in used),
@@ -116,10 +118,3 @@ def _stays(epoch: EpochOrder, stream: int, lanes: range) -> tuple[Integers, np.n
     begins[1:] = first[1:] + apart[1:] > latest[:-1]
     ends = np.append(np.flatnonzero(begins)[1:], len(shard)) - 1
     return shard[begins], first[begins], latest[ends] - apart[ends]
-
-
-def _peak(first: np.ndarray, last: np.ndarray, size: Integers) -> int:
-    """Largest sum of the sizes between their begin and their end."""
-    times = np.concatenate([first, last])
-    changes = np.concatenate([size, -size])[np.argsort(times, kind="stable")]
-    return int(np.cumsum(changes).max(initial=0))

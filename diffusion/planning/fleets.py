@@ -38,15 +38,6 @@ A100_RATES = {
 }
 """Images per second by number of A100 and resolution."""
 
-PRICE_PER_A100_HOUR = 2.0
-"""In dollars."""
-
-TRAINING_A100_HOURS, LATENTS_A100_HOURS = 20_051, 3_784
-"""GPU hours of the published run: training, and latents computed beforehand."""
-
-HARDWARE_FAILURES = 2
-"""Failures in the published run's training: few to estimate a rate from."""
-
 NAMES = {"fleet", "run", "nodes"}
 """Columns that say what a row is about."""
 
@@ -78,7 +69,7 @@ A100_FLEETS = [
     Fleet(
         name=f"{num_gpus} A100",
         num_gpus=num_gpus,
-        price_per_gpu_hour=PRICE_PER_A100_HOUR,
+        price_per_gpu_hour=2.0,
         gpu_memory_bytes=80e9,
         images_per_second={side: float(rate) for side, rate in rates.items()},
     )
@@ -90,7 +81,9 @@ A100_FLEETS = [
 class Failures:
     """Independent failures of GPUs, and what a checkpoint takes."""
 
-    gpu_hours_between: float = TRAINING_A100_HOURS / HARDWARE_FAILURES
+    gpu_hours_between: float = 20_051 / 2
+    """By default those of the published run's training, with two failures: few to estimate a rate from."""
+
     save_seconds: float = 30.0
     """Stall of a step that saves a checkpoint."""
 
@@ -173,13 +166,13 @@ def plan_on(
     )
     plan = plan_run(replace(config, plan=assumed))
     assert plan.days is not None
-    seconds = plan.days * SECONDS_PER_DAY
+    seconds, stored = plan.days * SECONDS_PER_DAY, (plan.tiers.data_bytes, plan.checkpoints.kept_bytes)
     interval = min(seconds, max(seconds / plan.num_iterations, failures.save_interval(fleet.num_gpus)))
     return FleetRun(
         fleet=fleet,
         plan=plan,
-        storage_cost=_cost(storage_per_tb_month, _stored_tb_months(plan)),
-        egress_cost=_cost(egress_per_tb / 1e12, plan.tiers.fetched_bytes),
+        storage_cost=_cost(storage_per_tb_month * plan.days / DAYS_PER_MONTH, *stored),
+        egress_cost=_cost(egress_per_tb, plan.tiers.fetched_bytes),
         save_interval_steps=max(1, round(interval / seconds * plan.num_iterations)),
         problems=rank_problems(config, fleet.num_gpus),
     )
@@ -212,19 +205,10 @@ def fleet_called(name: str, fleets: Sequence[Fleet]) -> Fleet:
     raise ConfigurationError(f"there is no fleet {name}: choose one of {', '.join(one.name for one in fleets)}")
 
 
-def _stored_tb_months(plan: Plan) -> float | None:
-    """Data and kept checkpoints of a run, for its duration."""
-    data, checkpoints = plan.tiers.data_bytes, plan.checkpoints.kept_bytes
-    if data is None or checkpoints is None or plan.days is None:
-        return None
-    return (data + checkpoints) / 1e12 * plan.days / DAYS_PER_MONTH
-
-
-def _cost(price: float, amount: float | None) -> float | None:
-    """Cost of an amount; 0 without a price, None if the amount is unknown."""
-    if not price:
-        return 0.0
-    return None if amount is None else price * amount
+def _cost(price_per_tb: float, *num_bytes: float | None) -> float | None:
+    """Cost of some bytes together; 0 without a price, None if a number is unknown."""
+    costs = (None if size is None else price_per_tb * size / 1e12 for size in num_bytes)
+    return sum_known(costs) if price_per_tb else 0.0
 
 
 def rate_for(fleet: Fleet, config: Config) -> float:
@@ -240,25 +224,20 @@ def rate_for(fleet: Fleet, config: Config) -> float:
             f"run {config.run_name} trains a VAE, but the rates of a fleet are of U-Nets: measure its images per "
             "second, and plan it with run.py --dry-run plan.images_per_second=..."
         )
-    limit = config.data.global_batch_size / fleet.host_seconds if fleet.host_seconds else math.inf
-    return min(_rate(fleet, config), limit)
-
-
-def _rate(fleet: Fleet, config: Config) -> float:
     side, model = config.data.resolution, config.model
-    is_same = model.architecture is fleet.architecture and not (model.network or model.has_ingredients)
-    if is_same and side in fleet.images_per_second:
-        return fleet.images_per_second[side]
     nearest = min(fleet.images_per_second, key=lambda one: abs(one - side))
-    measured = Config(model=ModelConfig(architecture=fleet.architecture))
-    known = training_flops(measured, ImageSize(nearest, nearest))
-    own = training_flops(config, ImageSize(side, side))
-    if known is None or own is None:
-        raise ConfigurationError(
-            f"fleet {fleet.name} has no images_per_second at {side} px, and model.network has blocks whose operations "
-            "are not known: measure it with `python -m benchmarks step`"
-        )
-    return fleet.images_per_second[nearest] * known / own
+    rate = fleet.images_per_second[nearest]
+    if nearest != side or model.architecture is not fleet.architecture or model.network or model.has_ingredients:
+        measured = Config(model=ModelConfig(architecture=fleet.architecture))
+        known = training_flops(measured, ImageSize(nearest, nearest))
+        own = training_flops(config, ImageSize(side, side))
+        if known is None or own is None:
+            raise ConfigurationError(
+                f"fleet {fleet.name} has no images_per_second at {side} px, and model.network has blocks whose "
+                "operations are not known: measure it with `python -m benchmarks step`"
+            )
+        rate *= known / own
+    return min(rate, config.data.global_batch_size / fleet.host_seconds) if fleet.host_seconds else rate
 
 
 # Throughput of many GPUs from that of one

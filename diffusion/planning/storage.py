@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from diffusion.checkpointing.layout import kept_steps
 from diffusion.config.checks import planned_steps, steps_of
-from diffusion.config.data import DataConfig, ImageSize, Representation
+from diffusion.config.data import ImageSize, Representation
 from diffusion.config.fields import parse_size
 from diffusion.config.model import Posterior
 from diffusion.config.schema import Config
@@ -65,7 +65,8 @@ def plan_tiers(config: Config, *, num_ranks: int, num_images: int, num_samples: 
     if sample is not None and num_samples is not None:
         total = node = kept = float(num_samples * sample)
         again = fetched = 0.0
-    if total is not None and num_samples and _has_remote(data):
+    has_remote = data.remote is not None or any(stream.remote is not None for stream in data.known_streams)
+    if total is not None and num_samples and has_remote:
         # A node reads the shards of its lanes, of which nodes beyond their number share some.
         lanes = order_settings(data, config.seed).num_lanes
         node = total * math.ceil(lanes / num_nodes) / lanes
@@ -84,10 +85,6 @@ def plan_tiers(config: Config, *, num_ranks: int, num_images: int, num_samples: 
         fetched_bytes=fetched,
         memory_bytes=ranks_per_node * waiting_bytes(config, math.ceil(data.global_batch_size / num_ranks)),
     )
-
-
-def _has_remote(data: DataConfig) -> bool:
-    return data.remote is not None or any(stream.remote is not None for stream in data.known_streams)
 
 
 def stored_bytes(config: Config, size: ImageSize) -> int | None:

@@ -126,7 +126,12 @@ def plan_table(run: Run) -> pd.DataFrame | None:
         ("cost", plan.cost, cost, "${:,.2f}".format),
     ]
     rows = [
-        (name, _optional(planned, form), _optional(actual, form), _percent(actual, planned))
+        (
+            name,
+            _optional(planned, form),
+            _optional(actual, form),
+            f"{actual / planned:.1%}" if planned and actual is not None else "",
+        )
         for name, planned, actual, form in amounts
         if planned is not None or actual is not None
     ]
@@ -137,10 +142,6 @@ def plan_table(run: Run) -> pd.DataFrame | None:
 
 def _optional(value: float | None, form: Callable[[float], str]) -> str:
     return UNKNOWN if value is None else form(value)
-
-
-def _percent(part: float | None, whole: float | None) -> str:
-    return f"{part / whole:.1%}" if whole and part is not None else ""
 
 
 def loss_section(runs: Sequence[Run]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 import runpy
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,13 +172,26 @@ def address(model) -> Iterator[str]:
     page.close(verbose=False)
 
 
-def test_what_is_larger_than_the_fields_allow_is_refused(model, address):
-    side = model.resolution
+def client_of(address: str) -> Callable[..., Any]:
+    """Ask a page for images: by default one of the default size in one step."""
     client = Client(address, verbose=False, httpx_kwargs={"timeout": 300})
 
-    def ask(num_steps: int = 1, height: int = side, width: int = side, num_images: int = 1) -> Any:
-        return client.predict(PROMPT, "", 5, num_steps, 3, height, width, num_images, ["raw"], api_name="/generate")
+    def ask(
+        prompt: str = PROMPT,
+        num_steps: int = 1,
+        height: int | None = None,
+        width: int | None = None,
+        num_images: int = 1,
+        chosen: Sequence[str] = ("raw",),
+    ) -> Any:
+        settings = (num_steps, 3, height, width, num_images, list(chosen))
+        return client.predict(prompt, "", 5, *settings, api_name="/generate")
 
+    return ask
+
+
+def test_what_is_larger_than_the_fields_allow_is_refused(model, address):
+    side, ask = model.resolution, client_of(address)
     assert ask(height=2 * side)[-1] == "5"
     for large in ({"height": 1000 * side}, {"width": 2 * side + 8}, {"num_images": 17}, {"num_steps": 1000}):
         with pytest.raises(AppError):
@@ -193,16 +206,8 @@ def test_a_cap_holds_on_the_server(model, monkeypatch):
     )
     page = build_page({"raw": model}, "a model", max_side=side - 8, max_steps=2, max_images=2)
     try:
-        client = Client(open_page(page, "127.0.0.1", None), verbose=False, httpx_kwargs={"timeout": 300})
-
-        def ask(**changed: Any) -> Any:
-            values = {"num_steps": 2, "height": side - 8, "width": None, "num_images": 2, "chosen": ["raw"]} | changed
-            return client.predict(
-                PROMPT, "", 5, values["num_steps"], 3, values["height"], values["width"], values["num_images"],
-                values["chosen"], api_name="/generate",
-            )  # fmt: skip
-
-        grid, seeds = ask()
+        ask = client_of(open_page(page, "127.0.0.1", None))
+        grid, seeds = ask(num_steps=2, height=side - 8, num_images=2)
         assert seeds == "5, 6"
         assert read_mark(grid["value"])["AISystemVersionUsed"] == model.mark.version
         ask(chosen=["raw"] * 20)
@@ -232,9 +237,7 @@ def test_requests_are_bounded_before_they_cost_anything(model, address, monkeypa
         assert codes[-1] == 503, "the queue is full"
         release.set()
         with pytest.raises(AppError, match="characters"):
-            Client(address, verbose=False, httpx_kwargs={"timeout": 300}).predict(
-                "a" * (MAX_PROMPT + 1), "", 5, 1, 3, 8, 8, 1, ["raw"], api_name="/generate"
-            )
+            client_of(address)("a" * (MAX_PROMPT + 1))
     finally:
         release.set()
 

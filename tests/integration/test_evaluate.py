@@ -147,11 +147,6 @@ def test_a_folder_of_images_has_the_scores_of_its_prompts_by_category(server, ro
     of_model = numbers(outputs[1])["ep0-ba4-raw-cfg3"]
     expected = {name: of_model[name] for name in scores}
     assert numbers(tmp_path) == {"prompts": pytest.approx(expected, rel=1e-6, abs=1e-6)}
-    images = f"images={folder.parents[1] / 'ep0-ba4-ema-cfg3' / 'prompts'}"
-    job = server.start(1, ["evaluate.py", "tests/tools/toy_evaluation.yaml", f"output_folder={tmp_path}", images,
-                           *settings, *networks]).finish()  # fmt: skip
-    assert job.codes == [2]
-    assert "another folder of that name" in job.output
 
 
 def test_existing_images_are_not_generated_again(server, root, outputs, tmp_path):

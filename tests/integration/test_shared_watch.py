@@ -27,7 +27,7 @@ URL = "s3://tests/shared-watch/second"
 
 
 def is_evaluating(output: Path, pid: int) -> bool:
-    """Whether a watcher has the lease of a checkpoint that is not in the ledger."""
+    """Check that a watcher has the lease of a checkpoint that is not in the ledger."""
     for path in output.glob(f"*/{LEASES}/ep*.json"):
         with contextlib.suppress(FileNotFoundError, ValueError):  # It is being created or removed.
             if json.loads(path.read_bytes())["pid"] == pid:

@@ -6,9 +6,8 @@ import pynvml
 import pytest
 import torch
 
-from benchmarks.parts import describe_machine
+from benchmarks.parts import describe_machine, measure_rates
 from benchmarks.quarter_hour import CALLS, RATES, main, shape
-from benchmarks.rates import measure_rates
 from benchmarks.rows import read_rows
 from benchmarks.runs import ResidentLatents, kernels_by_class, run_config
 from diffusion.config.checks import check

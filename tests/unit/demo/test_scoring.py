@@ -1,8 +1,7 @@
 import pytest
 
-from demo.report import labelled_grid, write_report
 from demo.scenes import COLOURS, SHAPES, draw, prompts
-from demo.score import oracle_rates, rates, score_model
+from demo.score import labelled_grid, oracle_rates, rates, score_model, write_report
 from diffusion.models import tiny
 
 

@@ -56,31 +56,23 @@ def test_features_are_in_the_order_of_the_images_for_any_batch_size():
     np.testing.assert_allclose(extract(300, 5, 7), features, rtol=1e-5)
 
 
-def test_a_biased_distance_of_few_images_warns(tmp_path, caplog):
-    for number in range(3):
-        made_up_images(3)[number].save(tmp_path / f"{number}.png")
-    protocol = ProtocolConfig(
-        metrics=[Metric.fid, Metric.kid],
-        reference=ReferenceConfig(path=str(tmp_path)),
-        networks=NetworksConfig(inception_replacement=Plugin(path="diffusion.evaluation.features.RandomFeatures")),
-    )
-    config = EvaluationConfig(output_folder="", protocol=protocol)
-    metrics = Metrics(config=config, device=torch.device("cpu"), cache=tmp_path / "cache")
-    metrics.compute(image_files(list_images(tmp_path)), None, {})
-    (warning,) = [record.getMessage() for record in caplog.records if record.name == "diffusion.evaluation.metrics"]
-    assert warning.startswith("frechet_random-16 is of 3 images")
-
-
-def metrics_of(folder: Path, size: int, **options) -> Metrics:
-    """The kernel distance to images of a folder by random features of a size, with the folder's cache."""
+def metrics_of(folder: Path, size: int, *metrics: Metric, cache: Path | None = None) -> Metrics:
+    """Distances to images of a folder by random features of a size, by default with the folder's cache."""
     if not folder.is_dir():
         write_images(folder, 4)
     plugin = Plugin(path="diffusion.evaluation.features.RandomFeatures", arguments={"size": size})
     networks = NetworksConfig(inception_replacement=plugin)
     reference = ReferenceConfig(path=str(folder))
-    protocol = ProtocolConfig(metrics=[Metric.kid], reference=reference, networks=networks)
+    protocol = ProtocolConfig(metrics=list(metrics) or [Metric.kid], reference=reference, networks=networks)
     config = EvaluationConfig(output_folder="", protocol=protocol)
-    return Metrics(config=config, device=torch.device("cpu"), **{"cache": folder.with_name("cache"), **options})
+    return Metrics(config=config, device=torch.device("cpu"), cache=cache or folder.with_name("cache"))
+
+
+def test_a_biased_distance_of_few_images_warns(tmp_path, caplog):
+    metrics = metrics_of(tmp_path / "real", 64, Metric.fid, Metric.kid)
+    metrics.compute(image_files(list_images(tmp_path / "real")), None, {})
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "diffusion.evaluation.metrics"]
+    assert warning.startswith("frechet_random-16 is of 4 images")
 
 
 def test_features_of_a_reference_are_cached_for_each_size_of_the_input(tmp_path):

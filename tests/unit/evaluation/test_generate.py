@@ -119,16 +119,28 @@ def test_heun_gives_a_pipeline_the_timesteps_of_the_model(tmp_path, num_steps):
     assert np.abs(images[0] - images[1]).max() <= 1
 
 
-@pytest.mark.parametrize("is_interrupted", [False, True])
-def test_a_run_may_write_a_checkpoint_again(tmp_path, monkeypatch, is_interrupted):
+@pytest.fixture
+def subject(tmp_path: Path) -> EvaluatedModel:
+    """A pipeline of a tiny model."""
+    (subject,) = find_models(str(write_model(build(Architecture.tiny), tmp_path / "pipeline")), [])
+    return subject
+
+
+def shapes_evaluation(monkeypatch, out: Path, **options) -> Evaluation:
+    """An evaluation of one check of the demo."""
     checks = shape_checks()[:1]
     monkeypatch.setattr("demo.shape_checks.shape_checks", lambda: checks)
     suite = CompositionalConfig(suite="demo.shape_checks.shapes", images_per_prompt=1)
-    sampling = SamplingConfig(num_inference_steps=1)
+    sampling = SamplingConfig(num_inference_steps=options.pop("steps", 1))
     protocol = ProtocolConfig(metrics=[], compositional=suite, sampling=sampling)
-    out = tmp_path / "out"
     config = EvaluationConfig(output_folder=str(out), protocol=protocol, guidance_scales=[1.0], device=Device.cpu)
-    evaluation, model = Evaluation(config=config), build(Architecture.tiny)
+    return Evaluation(config=dataclasses.replace(config, **options))
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_run_may_write_a_checkpoint_again(tmp_path, monkeypatch, is_interrupted):
+    out = tmp_path / "out"
+    evaluation, model = shapes_evaluation(monkeypatch, out), build(Architecture.tiny)
     (subject,) = find_models(str(write_model(model, tmp_path / "pipeline")), [])
     evaluation.evaluate(subject)
     with torch.no_grad():
@@ -154,33 +166,20 @@ def test_images_that_a_killed_removal_has_left_are_not_those_of_new_weights(tmp_
     assert read_mark(tmp_path / "cfg1" / "000000.png")["AISystemVersionUsed"] == "of other weights"
 
 
-def shapes_evaluation(monkeypatch, out: Path, **options) -> Evaluation:
-    """An evaluation of one check of the demo."""
-    checks = shape_checks()[:1]
-    monkeypatch.setattr("demo.shape_checks.shape_checks", lambda: checks)
-    suite = CompositionalConfig(suite="demo.shape_checks.shapes", images_per_prompt=1)
-    sampling = SamplingConfig(num_inference_steps=options.pop("steps", 1))
-    protocol = ProtocolConfig(metrics=[], compositional=suite, sampling=sampling)
-    config = EvaluationConfig(output_folder=str(out), protocol=protocol, guidance_scales=[1.0], device=Device.cpu)
-    return Evaluation(config=dataclasses.replace(config, **options))
-
-
 @pytest.mark.parametrize("name", ["metadata.jsonl", "000000.json", "pipeline-cfg1.json"])
-def test_a_full_disk_is_reported(tmp_path, monkeypatch, name):
+def test_a_full_disk_is_reported(tmp_path, monkeypatch, subject, name):
     def sync(path: Path) -> None:
         if path.name == f".{name}.partial" and path.stat().st_size:
             raise OSError(28, "No space left on device")
 
-    (subject,) = find_models(str(write_model(build(Architecture.tiny), tmp_path / "pipeline")), [])
     evaluation = shapes_evaluation(monkeypatch, tmp_path / "out")
     monkeypatch.setattr("diffusion.files.sync", sync)
     with pytest.raises(MachineError, match="No space left on device"):
         evaluation.evaluate(subject)
 
 
-def test_images_that_are_not_kept_are_removed_after_a_kill_too(tmp_path, monkeypatch):
+def test_images_that_are_not_kept_are_removed_after_a_kill_too(tmp_path, monkeypatch, subject):
     out = tmp_path / "out"
-    (subject,) = find_models(str(write_model(build(Architecture.tiny), tmp_path / "pipeline")), [])
     shapes_evaluation(monkeypatch, out).evaluate(subject)
     assert any((out / IMAGES).rglob("*.png"))
     shapes_evaluation(monkeypatch, out, keep_images=False).evaluate(subject)
@@ -203,7 +202,7 @@ def test_numbers_of_a_folder_are_kept_until_its_images_change(tmp_path, monkeypa
     folder, real = write_images(tmp_path / "images", 3), write_images(tmp_path / "real", 3, seed=1)
     networks = NetworksConfig(inception_replacement=Plugin(path="diffusion.evaluation.features.RandomFeatures"))
 
-    def evaluate(metric: Metric, **options) -> set[str]:
+    def evaluate(metric: Metric, folder: Path = folder, **options) -> set[str]:
         reference = ReferenceConfig(path=str(real))
         protocol = ProtocolConfig(metrics=[metric], reference=reference, networks=networks, **options)
         config = EvaluationConfig(
@@ -215,6 +214,8 @@ def test_numbers_of_a_folder_are_kept_until_its_images_change(tmp_path, monkeypa
 
     assert evaluate(Metric.fid) == {"frechet_random-16"}
     assert evaluate(Metric.kid) == {"frechet_random-16", "kernel_random-16"}
+    with pytest.raises(ConfigurationError, match="another folder of that name"):
+        evaluate(Metric.kid, write_images(tmp_path / "others" / "images", 3))
     with monkeypatch.context() as patched:
         patched.setattr(Metrics, "compute", lambda *arguments: pytest.fail("computed before the error"))
         with pytest.raises(ConfigurationError, match="resize: "):

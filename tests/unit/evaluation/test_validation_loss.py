@@ -93,13 +93,6 @@ def test_captions_that_are_stored_as_embeddings_are_exchanged_too():
     assert found.shape == (8, 24, 8)
 
 
-@pytest.fixture(scope="module")
-def small_model():
-    config = ModelConfig(architecture=Architecture.tiny, network={"block_out_channels": [16, 32], "norm_num_groups": 4})
-    objective = ObjectiveConfig(prediction_type=PredictionType.v_prediction)
-    return LatentDiffusionTraining(**build_parts(config, objective, resolution=32, seed=17)).eval()
-
-
 def validation_batch(num: int) -> dict:
     generator = torch.Generator().manual_seed(1)
     stream = torch.arange(num) % 2
@@ -130,12 +123,12 @@ def losses(model, batch, size: int) -> dict[str, float]:
     return {name: metric.compute().item() for name, metric in metrics.items()}
 
 
-def test_losses_by_timestep_are_means_of_the_samples_in_each_bin(small_model):
+def test_losses_by_timestep_are_means_of_the_samples_in_each_bin(trained):
     batch = validation_batch(23)
-    small_model.set_validation_data(["low", "high"], batch[BatchKey.SAMPLE][:22])
-    found = losses(small_model, batch, 23)
+    trained.set_validation_data(["low", "high"], batch[BatchKey.SAMPLE][:22])
+    found = losses(trained, batch, 23)
     with torch.no_grad():
-        outputs = small_model.eval_forward(batch)
+        outputs = trained.eval_forward(batch)
     error = (outputs.prediction - outputs.target).square().mean(dim=(1, 2, 3))[:22]
     timesteps = outputs.draws.timesteps[:22]
     expected = {"loss": error.mean().item()}
@@ -146,7 +139,7 @@ def test_losses_by_timestep_are_means_of_the_samples_in_each_bin(small_model):
             expected[f"loss/timesteps/{part.start}-{part.stop - 1}"] = error[chosen].mean().item()
     assert found == pytest.approx(expected, rel=1e-5)
     assert 5 <= sum("timesteps" in name for name in found) <= 10
-    assert losses(small_model, batch, 4) == pytest.approx(expected, rel=1e-5)
+    assert losses(trained, batch, 4) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_loss_that_is_not_finite_makes_the_mean_so():

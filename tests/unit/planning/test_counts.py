@@ -1,4 +1,4 @@
-"""What is counted of a configured network is what the network that is built has and does."""
+"""Counts of a configured network against the network that is built."""
 
 import pytest
 import torch

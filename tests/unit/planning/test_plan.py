@@ -47,20 +47,6 @@ def write_index(folder, *counts):
     (folder / "index.json").write_text(json.dumps({"version": 2, "shards": shards}))
 
 
-def test_images_and_time_of_the_published_recipe():
-    first = make_plan(recipe(images_per_second=11_600), num_parameters=NUM_PARAMETERS)
-    second = make_plan(recipe(phase=2, images_per_second=4_590), num_parameters=NUM_PARAMETERS)
-    assert (first.num_images, second.num_images) == (1_126_400_000, 1_740_800_000)
-    assert first.memory.microbatch_size == 16
-    assert first.days is not None
-    assert second.days is not None
-    assert first.days + second.days == pytest.approx(5.51, abs=0.005)
-    assert first.cost is not None
-    assert second.cost is not None
-    assert first.cost + second.cost == pytest.approx(33_874, abs=50)
-    assert first.gpu_hours == pytest.approx(first.days * 24 * 128)
-
-
 def test_what_is_not_given_is_not_known():
     plan = make_plan(recipe(), num_parameters=NUM_PARAMETERS)
     assert (plan.days, plan.gpu_hours, plan.cost) == (None, None, None)

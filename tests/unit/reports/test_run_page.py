@@ -17,8 +17,7 @@ from diffusion.errors import ConfigurationError
 from diffusion.evaluation.protocol import Number, Result, protocol_hash
 from diffusion.files import read_json_lines
 from diffusion.formats.run_folder import TRAIN_LOSS, checkpoint_folder
-from diffusion.reports.curves import Curve, read_curves
-from diffusion.reports.run import read_phases, read_run, read_starts
+from diffusion.reports.run import Curve, read_curves, read_phases, read_run, read_starts
 from diffusion.reports.run_page import read_evaluations, write_report
 
 CONFIG = """
