@@ -13,6 +13,7 @@ from typing import Any
 
 from diffusion import storage
 from diffusion.config.data import ImageSize
+from diffusion.datasets.bad_images import max_bad
 from diffusion.datasets.encoded import EncodedManifest
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
@@ -31,8 +32,25 @@ CHANGING = frozenset({"source", "counts", "sizes"})
 _ALLOWED = (data_set.POSITIONS, data_set.REMOVED, data_set.WRITER, data_set.WORK, "lost+found")
 """Names that a folder may hold before anything is encoded."""
 
-MAX_DAMAGED = 10
-MAX_DAMAGED_FRACTION = 0.001
+
+@dataclass(frozen=True, kw_only=True)
+class EncodingSettings:
+    """How shards are encoded."""
+
+    batch_size: int
+    """Images of a forward pass."""
+    precision: str
+    """`fp32` or `bf16`."""
+    mean_only: bool
+    """Leave the log-variance out."""
+    max_shard_bytes: int
+    """Size above which a shard is cut into several."""
+    scores: tuple[str, ...] = ()
+    """Names of the scores to store."""
+    removed: frozenset[str] = frozenset()
+    """Hashes of the keys of removed images."""
+    convert_to_srgb: bool = False
+    """Convert images by their colour profile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +92,26 @@ class Target:
     """`<split>/<bucket>`."""
     record: str
     """URI of the file that is written when the shard is there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardTask:
+    """A prepared shard to encode."""
+
+    number: int
+    """Its number in its folder."""
+    folder: str
+    """URI of the prepared MDS folder."""
+    shard: Shard
+    """Its entry in the index."""
+    removed: frozenset[int]
+    """Indices, in the shard, of samples that were removed from the prepared data."""
+    targets: tuple[Target, ...]
+
+    @property
+    def sizes(self) -> list[ImageSize]:
+        """Sizes in which its images are encoded."""
+        return list(dict.fromkeys(target.size for target in self.targets))
 
 
 @dataclass(kw_only=True)
@@ -126,7 +164,7 @@ class Output:
             self.known = _read_known(self.uri, finished["counts"])
             self._check_same_data(prepared)
         self.records = self._read_records()
-        if self.num_damaged > max_damaged(self.num_samples):  # The damaged ones are encoded again.
+        if self.num_damaged > max_bad(self.num_samples):  # The damaged ones are encoded again.
             for records in self.records.values():
                 records[:] = [record if record and not record.damaged else None for record in records]
         if any(None in records for records in self.records.values()):
@@ -188,7 +226,8 @@ class Output:
             same = len(there) >= len(records)
             for i, (known, shard) in enumerate(zip(records, there, strict=False)):
                 identity = shard_identity(shard)
-                same = same and (known.source == identity or _is_rewritten(shard))
+                is_rewritten = ".r" in shard.raw.name  # As in shard.00003.r1.mds: samples were erased.
+                same = same and (known.source == identity or is_rewritten)
                 is_last = i == len(records) - 1
                 # The keys are read of a rewritten shard, once, and where there are no hashes of a folder's last one.
                 if same and (known.source != identity or (is_last and not shard.raw.hashes)):
@@ -230,11 +269,6 @@ class Output:
         return records
 
 
-def max_damaged(num_samples: int) -> float:
-    """Return how many images of a data set may be damaged before its encoding ends."""
-    return max(MAX_DAMAGED, MAX_DAMAGED_FRACTION * num_samples)
-
-
 def _record_name(name: str, number: int) -> str:
     return f"{name.replace('/', '.')}.{number:06}.json"
 
@@ -267,11 +301,6 @@ def shard_identity(shard: Shard) -> str:
     """Return a hash of a shard's size, samples and hashes: equal for equal content."""
     content = [shard.num_samples, shard.raw.num_bytes, shard.raw.hashes]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _is_rewritten(shard: Shard) -> bool:
-    """Return whether samples of a shard were removed: it has a name such as `shard.00003.r1.mds`."""
-    return ".r" in shard.raw.name
 
 
 def _read_json(uri: str) -> dict[str, Any]:

@@ -31,8 +31,7 @@ from diffusion.formats.shards import SampleDecoder, ShardFormat, encode_sample, 
 from diffusion.launch import end_with_parent
 from diffusion.models.tokenizers import num_full
 from diffusion.preparation.encoding.models import Encoded, Encoder, EncodingModels
-from diffusion.preparation.encoding.output import ShardRecord, Target, shard_identity
-from diffusion.preparation.encoding.plan import EncodingSettings, ShardTask
+from diffusion.preparation.encoding.output import EncodingSettings, ShardRecord, ShardTask, Target, shard_identity
 from diffusion.preparation.metadata import removal_hash
 from diffusion.preparation.positions import write_keys
 from diffusion.storage import join, shown

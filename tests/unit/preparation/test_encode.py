@@ -15,7 +15,7 @@ from streaming.base.format import reader_from_json
 
 from diffusion.config.data import ImageSize, Representation
 from diffusion.datasets.batch import BatchKey
-from diffusion.datasets.encoded import EncodedManifest, check_encoded, read_encoded_manifest
+from diffusion.datasets.encoded import EncodedManifest, check_encoded
 from diffusion.datasets.loader import train_loader
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import ConfigurationError, DataError, MachineError
@@ -27,6 +27,7 @@ from tests.tools.written_data import (
     PREPARED,
     append_prepared,
     data_config,
+    encoded_manifest,
     prepared_sample,
     smooth_image,
     tokenize,
@@ -148,7 +149,7 @@ def test_mean_only(prepared: Path, tmp_path: Path) -> None:
 
 def test_the_manifest_says_what_it_was_made_with(prepared: Path, tmp_path: Path) -> None:
     manifest = run(prepared, tmp_path / "out")
-    assert read_encoded_manifest(str(tmp_path / "out/train/32-64")) == manifest
+    assert encoded_manifest(tmp_path / "out/train/32-64") == manifest
     assert (manifest.vae, manifest.tokenizer, manifest.empty_ids) == ("vae-0", "tokenizer-0", EMPTY_IDS)
     assert manifest.source == hashlib.sha256((prepared / "manifest.json").read_bytes()).hexdigest()
     content = json.loads((tmp_path / "out" / "manifest.json").read_text())
@@ -318,11 +319,11 @@ def test_encoded_data_that_does_not_fit_a_run(prepared: Path, tmp_path: Path) ->
 
 def test_a_manifest_of_another_kind_or_version(prepared: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"is not encoded data: encode it with scripts/encode.py"):
-        read_encoded_manifest(str(prepared / "train/32-64"))
+        encoded_manifest(prepared / "train/32-64")
     content = asdict(run(prepared, tmp_path / "out"))
     with pytest.raises(DataError, match=r"another version of this package \(format 99"):
         EncodedManifest.from_json(content | {"version": 99}, "data")
-    assert read_encoded_manifest(str(tmp_path / "nothing" / "here" / "x")) is None
+    assert encoded_manifest(tmp_path / "nothing" / "here" / "x") is None
 
 
 @pytest.mark.parametrize(
