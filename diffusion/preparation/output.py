@@ -106,13 +106,11 @@ def check_empty(out: str, allowed: Collection[str]) -> None:
     else:
         names = {path.name for path in Path(out).iterdir()}
     names = {name for name in names if not name.startswith(".") and name not in allowed}
-    if unexpected := sorted(name for name in names if storage.is_url(out) or not _is_empty_folder(Path(out, name))):
+    if not storage.is_url(out):
+        names = {name for name in names if not Path(out, name).is_dir() or any(Path(out, name).iterdir())}
+    if unexpected := sorted(names):
         shown = ", ".join(map(ascii, unexpected[:3]))
         raise DataError(f"{storage.shown(out)} holds other files ({shown}); choose an empty folder")
-
-
-def _is_empty_folder(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
 
 
 @contextmanager

@@ -159,7 +159,9 @@ def _run_missing(step: _Step, scan: Scan, workers: Workers, progress: bool) -> N
             step.write(number, {step.column: pa.nulls(num_rows, kind or pa.float64())})
 
     with progress_bar(step.column, len(numbers), unit=" partitions", shown=progress) as bar:
-        for result in run(_on_gpus(workers, num_gpus), make, tasks, num_gpus=num_gpus, describe=_describe):
+        for result in run(
+            _on_gpus(workers, num_gpus), make, tasks, num_gpus=num_gpus, describe=lambda task: task[0].describe(task[1])
+        ):
             bar.update()
             failed += result.failed
             answers += result.answers
@@ -183,11 +185,6 @@ def _run_missing(step: _Step, scan: Scan, workers: Workers, progress: bool) -> N
                        len(failed), step.column, sorted(failed)[0])  # fmt: skip
     if answers:
         logger.info("%s, %.1f images/s", describe_answers(answers), answers["images"] / (time.monotonic() - start))
-
-
-def _describe(task: tuple[Source, Partition]) -> str:
-    source, partition = task
-    return source.describe(partition)
 
 
 def _finished_parts(step: _Step) -> set[int]:

@@ -35,7 +35,7 @@ _ALLOWED = (data_set.POSITIONS, data_set.REMOVED, data_set.WRITER, data_set.WORK
 
 @dataclass(frozen=True, kw_only=True)
 class EncodingSettings:
-    """How shards are encoded."""
+    """Settings that determine the encoded shards."""
 
     batch_size: int
     """Images of a forward pass."""
@@ -82,7 +82,7 @@ class ShardRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Where an encoded shard goes."""
+    """Destination of an encoded shard."""
 
     size: ImageSize
     """Size of its images."""
