@@ -36,7 +36,12 @@ def claim(out: str, kind: str | None = None) -> Iterator[None]:
     """
     with _leased(storage.join(out, data_set.WRITER)) if storage.is_url(out) else _locked(out):
         if kind is not None:
-            _check_content(out, kind)
+            if (found := data_set.read_kind(out)) not in (None, kind):
+                raise DataError(
+                    f"{storage.shown(out)} holds another data set (kind {found!r}, not {kind!r}); choose another folder"
+                )
+            if found is None and not storage.exists(storage.join(out, data_set.SCAN)):
+                check_empty(out, _ALLOWED)
             if not storage.is_url(out):
                 for path in Path(out).rglob(f".*{PARTIAL}"):
                     path.unlink(missing_ok=True)
@@ -87,16 +92,6 @@ def clear_folders(out: str, *names: str) -> None:
 def resolved(uri: str) -> str:
     """Resolve the links of a path; leave a URL as it is."""
     return (uri if storage.is_url(uri) else str(Path(uri).resolve())).rstrip("/")
-
-
-def _check_content(out: str, kind: str) -> None:
-    if found := data_set.read_kind(out):
-        if found != kind:
-            raise DataError(
-                f"{storage.shown(out)} holds another data set (kind {found!r}, not {kind!r}); choose another folder"
-            )
-    elif not storage.exists(storage.join(out, data_set.SCAN)):
-        check_empty(out, _ALLOWED)
 
 
 def check_empty(out: str, allowed: Collection[str]) -> None:

@@ -173,7 +173,7 @@ def select_images(
         Partition(number=part, num_records=len(numbers), generation=data.generation_of[part])
         for part, numbers in enumerate(data.images)
     ]
-    Scan([source], partitions).write(out)
+    Scan([data.source], partitions).write(out)
     return data
 
 

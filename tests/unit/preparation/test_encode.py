@@ -280,7 +280,7 @@ def test_latents_read_are_those_of_the_images_read(prepared: Path, tmp_path: Pat
     vae = build_vae()
     assert len(batches[0]) == len(batches[1]) > 0
     for decoded, latents in zip(*batches, strict=True):
-        for key in (BatchKey.SAMPLE, BatchKey.STREAM, BatchKey.TOKEN_IDS):
+        for key in (BatchKey.SAMPLE, BatchKey.STREAM, BatchKey.TOKEN_IDS, BatchKey.PLACEMENT):
             assert torch.equal(decoded[key], latents[key])
         with torch.no_grad():
             mean = vae.encode(decoded[BatchKey.IMAGE] / 127.5 - 1).latent_dist.mean

@@ -169,19 +169,6 @@ def test_text_embeddings(tmp_path: Path) -> None:
         encode(tmp_path / "prepared", out, models=MODELS, resolutions=[32], batch_size=4)
 
 
-def test_sizes_and_crops_are_those_of_training_from_images(tmp_path: Path) -> None:
-    write_prepared(tmp_path / "prepared", {"32-64": 9})
-    encode(tmp_path / "prepared", tmp_path / "out", models=MODELS, resolutions=[32])
-    found = []
-    for place, kind in (("prepared", Representation.images), ("out", Representation.latents)):
-        config = data_config(tmp_path / place / "train", "32-64", representation=kind, resolution=32)
-        with_tokens = tokenize if kind is Representation.images else None
-        batch = next(iter(train_loader(config, seed=1, tokenize=with_tokens)))
-        found.append(batch[BatchKey.PLACEMENT])
-    assert found[0].tolist() == [[32, 40, 0, 4, 32, 32]] * 8
-    assert torch.equal(*found)
-
-
 @pytest.mark.parametrize("kind", ["clip", "t5"])
 def test_stored_text_embeddings_are_read_with_the_caption_that_is_chosen(tmp_path: Path, kind: str) -> None:
     if kind == "clip":
