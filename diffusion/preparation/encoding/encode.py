@@ -8,6 +8,7 @@ device and library versions.)
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import math
 import uuid
@@ -15,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from diffusion import storage
@@ -111,11 +111,13 @@ def encode(
         if not plan.tasks:
             logger.info("%s holds all of %s already", shown(out), shown(prepared))
         elif workers is None:
-            options = {"models": models, "settings": plan.settings, "device": device, "num_workers": num_workers}
-            agree(lambda: _encode_as_rank(plan, counters, partial(encode_shards, **options), progress))
+            tasks = _taken(plan.tasks, counters)
+            shards = encode_shards(tasks, models, plan.settings, device=device, num_workers=num_workers)
+            agree(lambda: _count(shards, plan, counters, progress))
         else:
             assert load is not None, "workers load their networks"
-            _encode_by_workers(plan, counters, workers, load, progress, device=device, num_workers=num_workers)
+            shards = _encoded_by_workers(plan, workers, load, device.partition(":")[0], num_workers)
+            _count(shards, plan, counters, progress)
         on_first_rank(lambda: _finish(prepared, plan.outputs, counters))
     return [output.manifest for output in plan.outputs]
 
@@ -228,53 +230,36 @@ def _missing_shards(prepared: str, outputs: Sequence[Output]) -> list[ShardTask]
     removed, tasks = read_marks(prepared), []
     folders = {name: shards for output in outputs for name, shards in output.folders.items()}
     for name, shards in sorted(folders.items()):
-        folder = join(prepared, name)
+        sizes = {output.uri: output.manifest.size_of(name.partition("/")[2]) for output in outputs}
         for number, (_, shard, inside) in enumerate(shards_with_indices(shards, removed.get(name, []))):
-            if targets := tuple(filter(None, (output.target(name, number) for output in outputs))):
-                of_shard = frozenset(inside)
-                tasks.append(ShardTask(number=number, folder=folder, shard=shard, removed=of_shard, targets=targets))
+            targets = {output.uri: sizes[output.uri] for output in outputs if output.lacks(name, number)}
+            if targets:
+                gone = frozenset(inside)
+                tasks.append(
+                    ShardTask(prepared=prepared, name=name, number=number, shard=shard, removed=gone, targets=targets)
+                )
     return tasks
 
 
-def _encode_as_rank(
-    plan: _Plan,
-    counters: "_Counters",
-    encode_tasks: Callable[[Iterator[ShardTask]], Iterator[EncodedShard]],
-    progress: bool,
-) -> None:
-    """Encode shards in this process; it takes them from those that all ranks share."""
-
-    def taken() -> Iterator[ShardTask]:
-        while (number := counters.add("taken", 1) - 1) < len(plan.tasks) and not counters.add("failed", 0):
-            yield plan.tasks[number]
-
-    with _progress(plan, counters, shown=progress) as count:
-        try:
-            for shard in encode_tasks(taken()):
-                count(shard)
-        except BaseException:
-            with contextlib.suppress(Exception):  # The store may be gone, which is not to hide the failure.
-                counters.add("failed", 1)
-            raise
+def _taken(tasks: Sequence[ShardTask], counters: "_Counters") -> Iterator[ShardTask]:
+    """Take tasks from those that all ranks share, until there are none, or a rank has failed."""
+    while (number := counters.add("taken", 1) - 1) < len(tasks) and not counters.add("failed", 0):
+        yield tasks[number]
 
 
-def _encode_by_workers(
-    plan: _Plan, counters: "_Counters", workers: Workers, load: Load, progress: bool, *, device: str, num_workers: int
-) -> None:
-    """Encode shards in other processes."""
+def _encoded_by_workers(
+    plan: _Plan, workers: Workers, load: Load, device: str, num_workers: int
+) -> Iterator[EncodedShard]:
+    """Encode shards in other processes, on a kind of device."""
     size = max(1, min(_SHARDS_PER_TASK, len(plan.tasks) // 64))
     tasks = [plan.tasks[start : start + size] for start in range(0, len(plan.tasks), size)]
-    kind = device.partition(":")[0]
-    settings = plan.settings
+    settings, num_gpus = plan.settings, 1.0 if device == "cuda" else 0.0
 
     def make() -> Callable[[list[ShardTask]], list[EncodedShard]]:
         models = load()
-        return lambda tasks: list(encode_shards(tasks, models, settings, device=kind, num_workers=num_workers))
+        return lambda tasks: list(encode_shards(tasks, models, settings, device=device, num_workers=num_workers))
 
-    with _progress(plan, counters, shown=progress) as count:
-        for shards in run(workers, make, tasks, num_gpus=1.0 if kind == "cuda" else 0.0, describe=_describe):
-            for shard in shards:
-                count(shard)
+    yield from itertools.chain.from_iterable(run(workers, make, tasks, num_gpus=num_gpus, describe=_describe))
 
 
 def _describe(tasks: Sequence[ShardTask]) -> str:
@@ -297,33 +282,30 @@ class _Counters:
         return self._values[name]
 
 
-@contextlib.contextmanager
-def _progress(plan: _Plan, counters: _Counters, *, shown: bool) -> Iterator[Callable[[EncodedShard], None]]:
-    """Count encoded shards.
-
-    Yields:
-        A function that counts a shard, and raises a DataError if too many images are damaged.
-    """
+def _count(shards: Iterator[EncodedShard], plan: _Plan, counters: _Counters, progress: bool) -> None:
+    """Count shards as they are encoded; a DataError if too many images are damaged."""
     before = max(output.num_damaged for output in plan.outputs)
     num_samples = max(output.num_samples for output in plan.outputs)
     total = sum(task.shard.num_samples for task in plan.tasks)
-    with progress_bar("encoding", total, shown=shown) as bar:
-
-        def count(shard: EncodedShard) -> None:
-            for what in shard.damaged:
-                num_damaged = before + counters.add("damaged", 1)
-                logger.warning("%s; it is marked as damaged (%d of %d so far)", what, num_damaged, num_samples)
-                if num_damaged > max_bad(num_samples):
-                    raise DataError(
-                        f"{num_damaged} of {num_samples} images are damaged (at most {MAX_BAD_IMAGES} or "
-                        f"{MAX_BAD_FRACTION:.1%} may be), the last: {what}. Check the disk, and copy or prepare "
-                        "the data set again"
-                    )
-            counters.add("captions", shard.num_captions)
-            counters.add("full", shard.num_full)
-            bar.update(counters.add("images", shard.num_samples) - bar.n)
-
-        yield count
+    try:
+        with progress_bar("encoding", total, shown=progress) as bar:
+            for shard in shards:
+                for what in shard.damaged:
+                    num_damaged = before + counters.add("damaged", 1)
+                    logger.warning("%s; it is marked as damaged (%d of %d so far)", what, num_damaged, num_samples)
+                    if num_damaged > max_bad(num_samples):
+                        raise DataError(
+                            f"{num_damaged} of {num_samples} images are damaged (at most {MAX_BAD_IMAGES} or "
+                            f"{MAX_BAD_FRACTION:.1%} may be), the last: {what}. Check the disk, and copy or prepare "
+                            "the data set again"
+                        )
+                counters.add("captions", shard.num_captions)
+                counters.add("full", shard.num_full)
+                bar.update(counters.add("images", shard.num_samples) - bar.n)
+    except BaseException:
+        with contextlib.suppress(Exception):  # The store may be gone, which is not to hide the failure.
+            counters.add("failed", 1)
+        raise
 
 
 def _finish(prepared: str, outputs: Sequence[Output], counters: _Counters) -> None:

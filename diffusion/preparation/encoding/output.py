@@ -81,37 +81,26 @@ class ShardRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
-    """Destination of an encoded shard."""
-
-    size: ImageSize
-    """Size of its images."""
-    dataset: str
-    """URI of the encoded data set."""
-    folder: str
-    """`<split>/<bucket>`."""
-    record: str
-    """URI of the file that is written when the shard is there."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ShardTask:
     """A prepared shard to encode."""
 
+    prepared: str
+    """URI of the prepared data set."""
+    name: str
+    """`<split>/<bucket>`."""
     number: int
     """Its number in its folder."""
-    folder: str
-    """URI of the prepared MDS folder."""
     shard: Shard
     """Its entry in the index."""
     removed: frozenset[int]
     """Indices, in the shard, of samples that were removed from the prepared data."""
-    targets: tuple[Target, ...]
+    targets: dict[str, ImageSize]
+    """URIs of the encoded data sets that lack it, and the size of its images there."""
 
     @property
-    def sizes(self) -> list[ImageSize]:
-        """Sizes in which its images are encoded."""
-        return list(dict.fromkeys(target.size for target in self.targets))
+    def folder(self) -> str:
+        """URI of its MDS folder."""
+        return join(self.prepared, self.name)
 
 
 @dataclass(kw_only=True)
@@ -140,13 +129,9 @@ class Output:
         """Images of the unfinished encoding that cannot be decoded."""
         return sum(len(record.damaged) for records in self.records.values() for record in filter(None, records))
 
-    def target(self, name: str, number: int) -> Target | None:
-        """Return where a prepared shard goes; None if it is encoded already, or not meant for this data set."""
-        if name not in self.records or self.records[name][number]:
-            return None
-        size = self.manifest.size_of(name.partition("/")[2])
-        record = join(self.uri, data_set.RECORDS, _record_name(name, number))
-        return Target(size=size, dataset=self.uri, folder=name, record=record)
+    def lacks(self, name: str, number: int) -> bool:
+        """Check if a prepared shard of a `<split>/<bucket>` is meant for this data set, and not encoded yet."""
+        return name in self.records and self.records[name][number] is None
 
     def open(self, prepared: str) -> None:
         """Look at what the claimed folder holds; say what is encoded there, if a shard is missing.
@@ -263,13 +248,14 @@ class Output:
 
         records: dict[str, list[ShardRecord | None]] = {}
         for name, listed in self.folders.items():
-            shards = [(_record_name(name, number), shard) for number, shard in enumerate(listed)]
+            shards = [(record_name(name, number), shard) for number, shard in enumerate(listed)]
             known = self.known.get(name, [])
             records[name] = [*known, *storage.concurrent_map(read, shards[len(known) :])]
         return records
 
 
-def _record_name(name: str, number: int) -> str:
+def record_name(name: str, number: int) -> str:
+    """Name the file of the record of a prepared shard."""
     return f"{name.replace('/', '.')}.{number:06}.json"
 
 
