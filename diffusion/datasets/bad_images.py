@@ -38,9 +38,14 @@ def read_bad_images(path: Path) -> list[BadImage]:
     return [BadImage(**row) for row in read_json_lines(path) if row is not None]
 
 
+def max_bad(num_images: float) -> float:
+    """Return how many of some images may be bad: ten, or a thousandth."""
+    return max(MAX_BAD_IMAGES, MAX_BAD_FRACTION * num_images)
+
+
 def check_bad_images(num_bad: int, num_read: int, last: str) -> None:
-    """Raise an UnfitDataError if more than `MAX_BAD_IMAGES` and more than `MAX_BAD_FRACTION` of the images are bad."""
-    if num_bad > max(MAX_BAD_IMAGES, MAX_BAD_FRACTION * num_read):
+    """Raise an UnfitDataError if more images are bad than may be."""
+    if num_bad > max_bad(num_read):
         raise UnfitDataError(
             f"{num_bad} of {num_read} images cannot be decoded (at most {MAX_BAD_IMAGES} or "
             f"{MAX_BAD_FRACTION:.1%} may be), the last: {last}. The data is damaged: check the disk and the "
@@ -94,7 +99,7 @@ class BadImages:
             os.write(self._records.fileno(), json.dumps(asdict(image)).encode() + b"\n")
         num_read = self.num_read
         logger.warning("%s; another image takes its place (%d of %d so far)", image, num_bad, num_read)
-        if num_bad > max(MAX_BAD_IMAGES, MAX_BAD_FRACTION * num_read * self._num_ranks):
+        if num_bad > max_bad(num_read * self._num_ranks):
             check_bad_images(num_bad, num_read, str(image))
 
     def take(self) -> list[BadImage]:

@@ -9,7 +9,6 @@ Shape letters: B batch, G samples of a group.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -80,28 +79,20 @@ SHAPED = frozenset({BatchKey.IMAGE, BatchKey.LATENT_MEAN, BatchKey.LATENT_LOGVAR
 """Entries whose shape is that of the image."""
 
 
-def collate(samples: Sequence[Sample]) -> dict[BatchKey, Tensor]:
-    """Stack the entries of samples, [...] each -> [B, ...]; a DataError if they have several shapes."""
-    return {key: _stack(key, samples) for key in samples[0]}
+def collate(samples: Sequence[Sample], group_size: int | None = None) -> dict[BatchKey, Entry]:
+    """Stack the entries of samples, [...] each -> [B, ...].
 
+    With a `group_size` G, samples come in groups of one shape, and the entries in `SHAPED` become lists with a tensor
+    [G, ...] for each group.
 
-@dataclass(frozen=True)
-class CollateGroups:
-    """Stacks the entries of samples that come in groups of one shape.
-
-    The entries in `SHAPED` become lists with one tensor [G, ...] for each group, the others tensors [B, ...].
+    Raises:
+        DataError: the samples of a batch, or those of a group, have several shapes.
     """
-
-    group_size: int
-    """G."""
-
-    def __call__(self, samples: Sequence[Sample]) -> dict[BatchKey, Entry]:
-        """Stack the entries of whole groups; a DataError if the samples of a group have several shapes."""
-        groups = [samples[start : start + self.group_size] for start in range(0, len(samples), self.group_size)]
-        return {
-            key: [_stack(key, group) for group in groups] if key in SHAPED else _stack(key, samples)
-            for key in samples[0]
-        }
+    groups = [samples[start : start + group_size] for start in range(0, len(samples), group_size)] if group_size else []
+    return {
+        key: [_stack(key, group) for group in groups] if groups and key in SHAPED else _stack(key, samples)
+        for key in samples[0]
+    }
 
 
 def _stack(key: BatchKey, samples: Sequence[Sample]) -> Tensor:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from diffusion import storage
 from diffusion.datasets.streams import StreamLocation
 from diffusion.errors import DataError, MachineError, UserError
-from diffusion.files import PARTIAL, atomic_path, hash_file, lock, unique_partial
+from diffusion.files import PARTIAL, atomic_path, lock, unique_partial
 from diffusion.formats.shards import (
     INDEX,
     SampleDecoder,
@@ -38,7 +38,6 @@ from diffusion.formats.shards import (
     ShardFile,
     ShardFiles,
     ShardIndex,
-    choose_hash,
     decompress,
     read_shard_index,
 )
@@ -154,7 +153,10 @@ def replace_index(folder: Path, index: bytes) -> None:
         with atomic_path(path, partial=unique_partial(path)) as partial:
             partial.write_bytes(index)
             with suppress(DataError, ValueError, KeyError, TypeError):  # Damage is reported when it is opened.
-                before, now = ({file.name: file for file in _files_of(one)} for one in (path, partial))
+                before, now = (
+                    {file.name: file for shard in read_shard_index(one).shards for file in shard.files}
+                    for one in (path, partial)
+                )
                 for name in before:
                     if before[name] != now.get(name):
                         _remove(folder, name)
@@ -163,11 +165,6 @@ def replace_index(folder: Path, index: bytes) -> None:
             f"{path} is of another version of the data set, and cannot be replaced: {error.strerror}. Choose another "
             "cache (data.local)"
         ) from error
-
-
-def _files_of(index: Path) -> Iterator[ShardFile]:
-    for shard in read_shard_index(index).shards:
-        yield from shard.files
 
 
 def _remove(folder: Path, name: str) -> bool:
@@ -375,7 +372,9 @@ class StreamShards:
 
     def _check_or_fetch(self, entry: Shard) -> None:
         try:
-            damage = storage.retry(str(self.folder / entry.raw.name), lambda: self._find_damage(entry.raw))
+            damage = storage.retry(
+                str(self.folder / entry.raw.name), lambda: entry.raw.find_damage(self.folder, self._hash_kind)
+            )
         except FileNotFoundError:
             if self.remote is None and entry.packed is None:
                 raise
@@ -390,39 +389,20 @@ class StreamShards:
         else:
             self._copy(entry.raw, entry.cached_bytes)
 
-    def _find_damage(self, file: ShardFile) -> str | None:
-        """Compare size and hash of a file with the index; return what differs. A missing one is a FileNotFoundError."""
-        path = self.folder / file.name
-        if (size := path.stat().st_size) != file.num_bytes:
-            return f"{path} has {size} bytes instead of {file.num_bytes}"
-        digest = self._digest(file)
-        if digest is not None and hash_file(path, digest[0]) != digest[1]:
-            return f"{path} is damaged: its {digest[0]} is not that of the index"
-        return None
-
-    def _digest(self, file: ShardFile) -> tuple[str, str] | None:
-        """Kind and value of the hash that a file is compared with."""
-        if self._hash_kind is not None and self._hash_kind not in file.hashes:
-            known = ", ".join(sorted(file.hashes)) or "none"
-            raise DataError(
-                f"the index gives no {self._hash_kind} of {file.name} ({known}): set data.validate_hash=null"
-            )
-        return choose_hash(file.hashes) if self._hash_kind is None else (self._hash_kind, file.hashes[self._hash_kind])
-
     def _copy(self, file: ShardFile, num_bytes: int) -> None:
         """Fetch a file from the remote, and make room for so many bytes before."""
         assert self.remote is not None
         if self._limit is not None:
             self._limit.make_room(num_bytes)
         (self.folder / file.name).unlink(missing_ok=True)
-        uri, digest = join(self.remote, file.name), self._digest(file)
+        uri, digest = join(self.remote, file.name), file.digest(self._hash_kind)
         storage.download(uri, self.folder / file.name, size=file.num_bytes, digest=digest, access=self._access)
         self._meter.add(TierCounts(fetched_shards=1, fetched_bytes=file.num_bytes))
 
     def _unpack(self, entry: Shard, packed: ShardFile) -> None:
         """Make the raw file of a compressed shard; the compressed one may be here."""
         path = self.folder / packed.name
-        damage = self._find_damage(packed) if path.exists() else f"{path} is missing"
+        damage = packed.find_damage(self.folder, self._hash_kind) if path.exists() else f"{path} is missing"
         if damage is not None:
             if self.remote is None:
                 raise DataError(damage)

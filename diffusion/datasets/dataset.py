@@ -220,12 +220,8 @@ class TextImageDataset(Dataset):
         for stream in self.streams:
             stream.close()
 
-    def _columns_of(self, stream: int) -> dict[str, str]:
-        layout = self.streams[stream].index.shards[0].format
-        return dict(zip(layout.names, layout.encodings, strict=True))
-
     def _check_columns(self, stream: int, location: StreamLocation) -> None:
-        columns = self._columns_of(stream)
+        columns = self.streams[stream].index.shards[0].format.columns
         where = f"{shown(location.source)} (stream '{location.name}')"
         for name in self._required:
             if name not in columns:
@@ -235,7 +231,7 @@ class TextImageDataset(Dataset):
 
     def _check_latents(self, where: str, stream: int, columns: dict[str, str]) -> None:
         """Check that latents have the stream's size, and are of the kind of the first stream's."""
-        expected = self._columns_of(0)
+        expected = self.streams[0].index.shards[0].format.columns
         first_type, own_type = expected["latent_mean"], columns["latent_mean"]
         (kind, first), (other, latent) = _latent_type(first_type), _latent_type(own_type)
         size = self.transforms[stream].size
@@ -336,7 +332,7 @@ class TrainingDataset(TextImageDataset):
         """Batches whose shards each loader worker fetches ahead."""
         self._prefetcher: Prefetcher | None = None
         self._begin, self._has_begun = Position(0, 0), False
-        """Where the epoch begins that is read now, or next."""
+        """First position of the epoch that is read now, or next."""
         if rank == 0:
             dropped = ", ".join(
                 f"{num} of {shape.draws} of '{shape.name}'"
@@ -382,7 +378,7 @@ class TrainingDataset(TextImageDataset):
         return upcoming
 
     def begin_epoch(self) -> Position:
-        """Where the epoch that begins now starts: at a position that was loaded, or with its first step."""
+        """Return the first position of the epoch that begins now: one that was loaded, or its first step."""
         if self._has_begun:
             self._begin = Position(self._begin.epoch + 1, 0)
         self._has_begun = True

@@ -5,11 +5,9 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from diffusion.config.data import ImageSize
-from diffusion.datasets.streams import Files, find_manifest
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
 from diffusion.formats.data_set import ENCODED, check_folder
-from diffusion.storage import Access, shown
 
 VERSION = 1
 CODE = "float16-moments-v2"
@@ -91,14 +89,6 @@ class EncodedManifest:
         for folder in folders:
             check_folder(folder)
         return cls(**content)
-
-
-def read_encoded_manifest(
-    source: str, access: Access | None = None, files: Files | None = None
-) -> EncodedManifest | None:
-    """Find the manifest of an encoded stream, as `find_manifest` does; None where there is none."""
-    content = find_manifest(source, access, files)
-    return None if content is None else EncodedManifest.from_json(content, shown(source))
 
 
 def check_encoded(

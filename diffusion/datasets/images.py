@@ -10,12 +10,10 @@ import io
 import struct
 import warnings
 import zlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image, ImageFile, PngImagePlugin
-
-from diffusion.datasets.colour_profiles import to_srgb
+from PIL import Image, ImageCms, ImageFile, PngImagePlugin
 
 FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "JPEG2000", "AVIF", "PPM")
 """Formats that are opened. Those that run other programs or have no signature (EPS, WMF, TGA ...) are rejected."""
@@ -63,6 +61,14 @@ _DECODER_ERRORS = (
 
 _GREY_STEPS = {"L;2": 85, "L;4": 17}
 """Levels of 256 between those of grey images with few bits."""
+
+_MAX_PROFILE_BYTES = 2**22
+"""Profiles of printers have 3 MB."""
+
+_TOLERANCE = 4
+"""Levels of 256 by which a profile may differ from sRGB to be taken for it: its variants do by 1 to 3."""
+
+_PROFILE_MODES = ("RGB", "L", "CMYK")
 
 
 class UndecodableImageError(ValueError):
@@ -205,9 +211,9 @@ def _to_rgb(image: Image.Image, profile: bytes | None) -> Image.Image:
     if image.has_transparency_data:
         rgba = image if image.mode == "RGBA" else image.convert("RGBA")
         page = Image.new("RGB", image.size, "white")
-        page.paste(to_srgb(rgba, profile), mask=rgba.getchannel("A"))
+        page.paste(_to_srgb(rgba, profile), mask=rgba.getchannel("A"))
         return page
-    rgb = to_srgb(image, profile)
+    rgb = _to_srgb(image, profile)
     rgb.info.clear()  # the orientation in it is applied by the caller and must not be applied again
     return rgb
 
@@ -241,3 +247,40 @@ def _scale_transparent_colour(image: Image.Image) -> None:
         image.info["transparency"] = tuple(value >> 8 for value in colour)
     elif bits in _GREY_STEPS and isinstance(colour, int):
         image.info["transparency"] = colour * _GREY_STEPS[bits]
+
+
+# Colours by an ICC profile, such as Display P3 of phones or Adobe RGB of cameras.
+
+
+def _to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
+    """Convert an image to RGB, by its profile if it has one that differs from sRGB and fits."""
+    image = image if image.mode in _PROFILE_MODES else image.convert("RGB")
+    transform = _transform(profile, image.mode) if profile and len(profile) <= _MAX_PROFILE_BYTES else None
+    if transform is None:
+        return image.convert("RGB")
+    converted = ImageCms.applyTransform(image, transform)
+    assert converted is not None
+    return converted
+
+
+@functools.lru_cache(maxsize=32)
+def _transform(profile: bytes, mode: str) -> Any:
+    """Return the transform of a profile; None if it is sRGB, damaged, or one of another mode."""
+    try:
+        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        transform = ImageCms.buildTransform(source, ImageCms.createProfile("sRGB"), mode, "RGB")
+        samples = _samples(mode)
+        converted = ImageCms.applyTransform(samples, transform)
+        assert converted is not None
+    except (ImageCms.PyCMSError, OSError, ValueError, TypeError):
+        return None
+    difference = np.asarray(converted).astype(int) - np.asarray(samples.convert("RGB"))
+    return transform if np.abs(difference).max() > _TOLERANCE else None
+
+
+def _samples(mode: str) -> Image.Image:
+    """Return an image of colours that are spread over all of a mode."""
+    bands = len(Image.new(mode, (1, 1)).getbands())
+    levels = np.linspace(0, 255, 9 if bands > 1 else 256).round().astype(np.uint8)
+    colours = np.stack(np.meshgrid(*[levels] * bands), axis=-1).reshape(1, -1, bands)
+    return Image.fromarray(colours[..., 0] if bands == 1 else colours, mode)

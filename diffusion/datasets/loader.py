@@ -7,6 +7,7 @@ import hashlib
 import logging
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,14 +20,13 @@ from torch.utils.data.distributed import DistributedSampler
 from diffusion import distributed
 from diffusion.config.data import (
     DataConfig,
-    ImageSize,
     Mixing,
     Representation,
     ValidationConfig,
     image_sizes,
 )
 from diffusion.config.fields import parse_size
-from diffusion.datasets.batch import BatchKey, CollateGroups, Sample, collate
+from diffusion.datasets.batch import BatchKey, Sample, collate
 from diffusion.datasets.dataset import TextImageDataset, Tokenize, TrainingDataset, TrainingSteps
 from diffusion.datasets.encoded import ENCODED, EncodedManifest, check_encoded
 from diffusion.datasets.sample_order import order_settings, sample_address
@@ -105,31 +105,20 @@ def train_loader(
         DataError: streams that are missing, damaged or not what the configuration says.
     """
     rank, num_ranks = distributed.rank(), distributed.world_size()
-    sizes = image_sizes(config.streams, config.resolution)
     dataset = TrainingDataset(
-        locations=check_training_streams(config, with_logvar=with_logvar, score_names=score_names, files=files),
         order=order_settings(config, seed),
-        rank=rank,
-        num_ranks=num_ranks,
         predownload=config.predownload,
-        representation=config.representation,
         transforms=[
             ImageTransform(size=size, crop=config.crop, horizontal_flip=config.horizontal_flip, seed=seed)
-            for size in sizes
+            for size in image_sizes(config.streams, config.resolution)
         ],
-        tokenize=tokenize if config.representation == Representation.images else None,
-        with_logvar=with_logvar,
-        with_text_embeddings=config.text_embeddings,
-        score_names=score_names,
         choose_caption=True,
         caption_weights=config.caption_weights,
-        hash_kind=config.validate_hash,
         cache_limit=None if config.cache_limit is None else parse_size(config.cache_limit, "data.cache_limit"),
+        **_data_options(config, None, tokenize, with_logvar, score_names, files),
     )
-    collate_fn = collate
-    if config.mixing is Mixing.groups and len(config.known_sizes) > 1:
-        assert config.group_size is not None
-        collate_fn = CollateGroups(config.group_size)
+    has_shapes = config.mixing is Mixing.groups and len(config.known_sizes) > 1
+    collate_fn = partial(collate, group_size=config.group_size if has_shapes else None)
     steps = TrainingSteps(dataset, rank=rank, num_ranks=num_ranks)
     return BatchLoader(dataset, batch_sampler=steps, collate_fn=collate_fn, **_loader_options(config))
 
@@ -225,21 +214,12 @@ def validation_dataset(
     files: Files | None = None,
 ) -> ValidationDataset:
     """Open the validation data, read with the representation and sizes of training, as by `train_loader`."""
+    sizes = image_sizes(validation_streams(config, data), data.resolution)
     samples = TextImageDataset(
-        locations=check_validation_streams(config, data, with_logvar=with_logvar, score_names=score_names, files=files),
-        representation=data.representation,
-        transforms=[
-            ImageTransform(size=size) for size in image_sizes(validation_streams(config, data), data.resolution)
-        ],
-        tokenize=tokenize if data.representation == Representation.images else None,
+        transforms=[ImageTransform(size=size) for size in sizes],
         seed=0,
-        with_logvar=with_logvar,
-        with_text_embeddings=data.text_embeddings,
-        score_names=score_names,
         choose_caption=False,
-        hash_kind=data.validate_hash,
-        rank=distributed.rank(),
-        num_ranks=distributed.world_size(),
+        **_data_options(data, config, tokenize, with_logvar, score_names, files),
     )
     return ValidationDataset(samples, config.num_samples)
 
@@ -252,54 +232,57 @@ def validation_loader(
     return BatchLoader(dataset, batch_sampler=batches, collate_fn=collate, **_loader_options(data))
 
 
-def check_training_streams(
-    config: DataConfig, *, with_logvar: bool, score_names: Sequence[str] = (), files: Files | None = None
-) -> list[StreamLocation]:
-    """Locate the training streams, and check what can be known before they are opened and without other ranks.
-
-    Raises:
-        DataError: streams that are missing, half-written, or encoded otherwise than the configuration says.
-    """
-    locations = locate_streams(config.remote, config.local, config.streams, access=_access(config), files=files)
-    _check_locations(locations, image_sizes(config.streams, config.resolution), config, with_logvar, score_names)
-    return locations
-
-
-def check_validation_streams(
-    config: ValidationConfig,
+def _data_options(
     data: DataConfig,
+    validation: ValidationConfig | None,
+    tokenize: Tokenize | None,
+    with_logvar: bool,
+    score_names: Sequence[str],
+    files: Files | None,
+) -> dict[str, Any]:
+    """Return the arguments of `TextImageDataset` that training and validation share."""
+    return {
+        "locations": check_locations(data, validation, with_logvar=with_logvar, score_names=score_names, files=files),
+        "representation": data.representation,
+        "tokenize": tokenize if data.representation == Representation.images else None,
+        "with_logvar": with_logvar,
+        "with_text_embeddings": data.text_embeddings,
+        "score_names": score_names,
+        "hash_kind": data.validate_hash,
+        "rank": distributed.rank(),
+        "num_ranks": distributed.world_size(),
+    }
+
+
+def check_locations(
+    data: DataConfig,
+    validation: ValidationConfig | None = None,
     *,
     with_logvar: bool,
     score_names: Sequence[str] = (),
     files: Files | None = None,
 ) -> list[StreamLocation]:
-    """Check the validation streams as `check_training_streams` does those of training."""
-    streams = validation_streams(config, data)
-    access = _access(data)
-    locations = locate_streams(config.remote, config.local, streams, "validation", access=access, files=files)
-    _check_locations(locations, image_sizes(streams, data.resolution), data, with_logvar, score_names)
-    return locations
+    """Locate the streams of training, or those of validation, and check them before they are opened.
 
+    Only what is known without the model and other ranks is checked.
 
-def _check_locations(
-    locations: list[StreamLocation],
-    sizes: list[ImageSize],
-    config: DataConfig,
-    with_logvar: bool,
-    score_names: Sequence[str],
-) -> None:
-    for location, size in zip(locations, sizes, strict=True):
+    Raises:
+        DataError: streams that are missing, half-written, or encoded otherwise than the configuration says.
+    """
+    access = Access(attempts=data.download_attempts, timeout=data.download_timeout)
+    root, streams, section = data, data.streams, "data"
+    if validation is not None:
+        root, streams, section = validation, validation_streams(validation, data), "validation"
+    locations = locate_streams(root.remote, root.local, streams, section, access=access, files=files)
+    for location, size in zip(locations, image_sizes(streams, data.resolution), strict=True):
         check_location(location)
-        manifest = find_manifest(location.source, location.access, location.files)
+        manifest = find_manifest(location)
         # Data without a manifest, or with one of images, is judged by its columns when it is opened.
-        if config.representation == Representation.latents and manifest and manifest.get("kind") == ENCODED:
+        if data.representation == Representation.latents and manifest and manifest.get("kind") == ENCODED:
             where = shown(location.source)
             encoded = EncodedManifest.from_json(manifest, where)
             check_encoded(encoded, where=where, size=size, needs_logvar=with_logvar, score_names=score_names)
-
-
-def _access(config: DataConfig) -> Access:
-    return Access(attempts=config.download_attempts, timeout=config.download_timeout)
+    return locations
 
 
 def _loader_options(config: DataConfig) -> dict[str, Any]:

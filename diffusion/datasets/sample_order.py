@@ -75,7 +75,7 @@ class StreamShape:
     name: str
     samples_per_shard: Integers
     draws: int
-    """Samples of an epoch before it is cut to whole global batches: see `draws_per_stream`."""
+    """Samples of an epoch before it is cut to whole global batches: see `stream_shapes`."""
 
     @property
     def num_samples(self) -> int:
@@ -145,34 +145,24 @@ class Slots(NamedTuple):
         return sample_address(self.stream, self.index, self.occurrence)
 
 
-def draws_per_stream(
-    num_samples: Sequence[int], proportions: Sequence[float | None], repeats: Sequence[float | None]
-) -> list[int]:
-    """Number of samples that each stream gives to an epoch.
-
-    Args:
-        num_samples: [S], samples of each stream.
-        proportions: [S], shares of the mix, for all or for none; the epoch is as long as all streams together.
-        repeats: [S], how often each sample comes; None is once.
-    """
-    if all(proportion is None for proportion in proportions):
-        return [
-            round(num * (1.0 if repeat is None else repeat)) for num, repeat in zip(num_samples, repeats, strict=True)
-        ]
-    shares = np.cumsum([proportion or 0.0 for proportion in proportions])
-    ends = [round(sum(num_samples) * share / shares[-1]) for share in shares.tolist()]
-    return np.diff([0, *ends]).tolist()
-
-
 def stream_shapes(
     streams: "Sequence[StreamConfig | StreamLocation]", samples_per_shard: Sequence[Integers]
 ) -> list[StreamShape]:
-    """Shapes of streams, from their proportions or repeats and the sizes of their shards, int64 [K] each."""
-    draws = draws_per_stream(
-        [int(sizes.sum()) for sizes in samples_per_shard],
-        [stream.proportion for stream in streams],
-        [stream.repeat for stream in streams],
-    )
+    """Shapes of streams for the order.
+
+    Args:
+        streams: streams with proportions (shares of the mix; an epoch is as long as all streams together), or with
+            repeats (how often each sample comes; None is once).
+        samples_per_shard: int64 [K] of each stream.
+    """
+    totals = [int(sizes.sum()) for sizes in samples_per_shard]
+    if all(stream.proportion is None for stream in streams):
+        repeats = [1.0 if stream.repeat is None else stream.repeat for stream in streams]
+        draws = [round(total * repeat) for total, repeat in zip(totals, repeats, strict=True)]
+    else:
+        shares = np.cumsum([stream.proportion or 0.0 for stream in streams])
+        ends = [round(sum(totals) * share / shares[-1]) for share in shares.tolist()]
+        draws = np.diff([0, *ends]).tolist()
     return [
         StreamShape(name=stream.name, samples_per_shard=sizes, draws=num)
         for stream, sizes, num in zip(streams, samples_per_shard, draws, strict=True)
@@ -246,30 +236,19 @@ class LanePass:
     """One pass of a lane over its part of a stream: a permutation of the window, computed block by block.
 
     Args:
-        axis: the stream.
-        window: the lane's part of the axis in this pass, (first position, position after the last).
-        shuffle: shuffles it; None reads in order.
-        epoch: number of the epoch.
-        address: numbers of the pass and of the lane.
-        begin: samples of the stream that the lane has read in earlier passes.
-        num_used: samples of this pass that the epoch reads.
+        lanes: the stream, as all lanes read it in an epoch.
+        lane: number of the lane.
+        number: number of the pass.
     """
 
-    def __init__(
-        self,
-        axis: ShardAxis,
-        window: tuple[int, int],
-        shuffle: Shuffle | None,
-        *,
-        epoch: int,
-        address: tuple[int, int],
-        begin: int,
-        num_used: int,
-    ) -> None:
-        self.number, self.begin, self.num_used = address[0], begin, num_used
-        self._shuffle, self._epoch, self._address = shuffle, epoch, address
+    def __init__(self, lanes: "StreamLanes", lane: int, number: int) -> None:
+        shuffle, epoch, address = lanes.shuffle, lanes.epoch, (number, lane)
+        self.number, self._shuffle, self._epoch, self._address = number, shuffle, epoch, address
+        self.begin, end = lanes.ends[number : number + 2, lane].tolist()
+        self.num_used = end - self.begin
         # The pieces of shards in the window, in an order drawn for (epoch, stream, pass, lane).
-        self.shards, self.samples, sizes = axis.pieces(*window)
+        window = lanes.windows[number, lane : lane + 2].tolist()
+        self.shards, self.samples, sizes = lanes.axis.pieces(*window)
         if shuffle is not None:
             chosen = permutation(len(sizes), shuffle.key(_PIECES, epoch), (*address, 0))
             self.shards, self.samples, sizes = self.shards[chosen], self.samples[chosen], sizes[chosen]
@@ -351,11 +330,11 @@ class StreamLanes:
 
     def __init__(self, axis: ShardAxis, totals: Integers, shuffle: Shuffle | None, epoch: int) -> None:
         self.num_read = int(totals.sum())
-        self._axis, self._shuffle, self._epoch = axis, shuffle, epoch
+        self.axis, self.shuffle, self.epoch = axis, shuffle, epoch
         num_samples = int(axis.bounds[-1])
         num_passes = -(-self.num_read // num_samples)
-        self._windows = np.zeros((num_passes, len(totals) + 1), np.int64)
-        self._ends = np.zeros((num_passes + 1, len(totals)), np.int64)
+        self.windows = np.zeros((num_passes, len(totals) + 1), np.int64)
+        self.ends = np.zeros((num_passes + 1, len(totals)), np.int64)
         if num_passes:
             # The draws of an epoch are a sequence of lanes, balanced by `totals`. Draws p N ... (p + 1) N are pass p.
             # In pass p, lane l owns windows[p, l] <= position < windows[p, l + 1], as many positions as it has draws in
@@ -363,8 +342,8 @@ class StreamLanes:
             # ends[p, l] counts the draws of lane l before pass p.
             dealt = BalancedSequence(totals)
             positions = np.arange(num_passes + 1) * num_samples
-            self._windows = np.diff(dealt.cumulative(positions), axis=0)
-            self._ends = np.diff(dealt.cumulative(positions.clip(max=self.num_read)), axis=1)
+            self.windows = np.diff(dealt.cumulative(positions), axis=0)
+            self.ends = np.diff(dealt.cumulative(positions.clip(max=self.num_read)), axis=1)
         self._current: dict[int, LanePass] = {}
 
     def sequence(self, lane: int, first: int, last: int) -> Integers:
@@ -384,28 +363,15 @@ class StreamLanes:
 
     def pieces(self, lane: int) -> Pieces:
         """The shards that a lane reads, in order."""
-        passes = [self._pass(lane, number).pieces() for number in range(len(self._windows))]
+        passes = [LanePass(self, lane, number).pieces() for number in range(len(self.windows))]
         return Pieces(*(np.concatenate(column) for column in zip(*passes, strict=True))) if passes else _NO_PIECES
 
     def _pass_at(self, lane: int, position: int) -> LanePass:
         known = self._current.get(lane)
         if known is None or not known.begin <= position < known.begin + known.num_used:
-            number = int(np.searchsorted(self._ends[:, lane], position, side="right")) - 1
-            known = self._current[lane] = self._pass(lane, number)
+            number = int(np.searchsorted(self.ends[:, lane], position, side="right")) - 1
+            known = self._current[lane] = LanePass(self, lane, number)
         return known
-
-    def _pass(self, lane: int, number: int) -> LanePass:
-        begin, end = self._ends[number : number + 2, lane].tolist()
-        first, last = self._windows[number, lane : lane + 2].tolist()
-        return LanePass(
-            self._axis,
-            (first, last),
-            self._shuffle,
-            epoch=self._epoch,
-            address=(number, lane),
-            begin=begin,
-            num_used=end - begin,
-        )
 
 
 _NO_PIECES = Pieces(*(np.zeros(0, np.int64) for _ in range(4)))

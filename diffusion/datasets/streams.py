@@ -200,32 +200,29 @@ def read_files(locations: Iterable[StreamLocation]) -> Files:
     return {key: content for key, content in files.items() if content is not None}
 
 
-def find_manifest(source: str, access: Access | None = None, files: Files | None = None) -> dict[str, Any] | None:
-    """Find the `manifest.json` above a stream, such as `ROOT/train/256-512` or `s3://bucket/ROOT/train/256-512`.
-
-    Returns:
-        Its content; None where there is none.
+def find_manifest(location: StreamLocation) -> dict[str, Any] | None:
+    """Read the `manifest.json` above a stream, such as `ROOT/train/256-512`; None where there is none.
 
     Raises:
         DataError: it cannot be read.
     """
-    return next((content for _, content in _find_above(source, MANIFEST, access or Access(), files)), None)
+    return next((content for _, content in _find_above(location, MANIFEST)), None)
 
 
 def converts_to_srgb(location: StreamLocation) -> bool:
     """Return whether a manifest asks for the images of a stream to be converted to sRGB."""
-    manifest = find_manifest(location.source, location.access, location.files) or {}
-    settings = manifest.get("settings")
+    settings = (find_manifest(location) or {}).get("settings")
     return isinstance(settings, dict) and has_srgb_conversion(settings)
 
 
-def _find_above(source: str, name: str, access: Access, files: Files | None) -> Iterator[tuple[str, Any]]:
+def _find_above(location: StreamLocation, name: str) -> Iterator[tuple[str, Any]]:
     """Find a JSON file one and two folders above a stream.
 
     Yields:
         The stream's path below that folder, such as `train/256-512`, and the file's content.
     """
-    for root, below in _folders_above(source):
+    access, files = location.access, location.files
+    for root, below in _folders_above(location.source):
         uri = join(root, name)
         content = _read_json(uri, access) if files is None else files.get((access.endpoint_url, uri))
         if content is not None:
@@ -314,7 +311,7 @@ def find_marked(location: StreamLocation) -> list[int]:
     """Find the samples that are marked beside a data set; a DataError if the marks cannot be read."""
     absent: list[int] = []
     for name in MARKS:
-        for stream, marks in _find_above(location.source, name, location.access, location.files):
+        for stream, marks in _find_above(location, name):
             indices = marks.get(stream, []) if isinstance(marks, dict) else None
             if not isinstance(indices, list) or not all(type(index) is int for index in indices):
                 where = shown(location.source)

@@ -78,7 +78,11 @@ class ImageTransform:
 
     def _part(self, size: tuple[int, int], epoch: int, sample: int) -> tuple[float, float, float, float]:
         """Left, top, width and height of the part of an image that is kept, in its own coordinates."""
-        width, height = _covered(size, self.size)
+        width, height = size  # Reduced to the largest part that has the aspect ratio of the result.
+        if width * self.size.height <= height * self.size.width:
+            height = width * self.size.height / self.size.width
+        else:
+            width = height * self.size.width / self.size.height
         offset = 0.5  # As a fraction of the room there is.
         if self.crop != Crop.centre:
             offset = random_word(self.seed, Purpose.CROP, epoch, sample) / (2**32 - 1)
@@ -87,11 +91,3 @@ class ImageTransform:
     def _is_mirrored(self, epoch: int, sample: int) -> bool:
         threshold = round(self.horizontal_flip * 2**32)
         return threshold > 0 and random_word(self.seed, Purpose.FLIP, epoch, sample) < threshold
-
-
-def _covered(image: tuple[int, int], size: ImageSize) -> tuple[float, float]:
-    """Width and height of the largest part of an image of a width and height that has the size's aspect ratio."""
-    width, height = image
-    if width * size.height <= height * size.width:
-        return width, width * size.height / size.width
-    return height * size.width / size.height, height

@@ -101,7 +101,7 @@ class SourceEntry:
     kind: str
     """`folder`, `webdataset`, `parquet`, ..."""
     path: str
-    """Where it was."""
+    """Its location when it was read."""
     seen: int
     """Images that it held."""
     kept: int

@@ -64,10 +64,36 @@ class ShardFile(NamedTuple):
         """Description in an index."""
         return {"basename": self.name, "bytes": self.num_bytes, "hashes": self.hashes}
 
+    def digest(self, kind: str | None = None) -> tuple[str, str] | None:
+        """Return kind and value of the hash to compare with: of a kind, else xxh64, else the first by name, if any.
+
+        Raises:
+            DataError: the index gives no hash of that kind.
+        """
+        if kind is not None and kind not in self.hashes:
+            known = ", ".join(sorted(self.hashes)) or "none"
+            raise DataError(f"the index gives no {kind} of {self.name} ({known}): set data.validate_hash=null")
+        kind = kind or ("xxh64" if "xxh64" in self.hashes else min(self.hashes, default=None))
+        return None if kind is None else (kind, self.hashes[kind])
+
+    def find_damage(self, folder: Path, kind: str | None = None) -> str | None:
+        """Compare size and hash of the file in a folder with the index; return the difference, or None.
+
+        Raises:
+            OSError: the file is missing, or cannot be read.
+        """
+        path = folder / self.name
+        if (size := path.stat().st_size) != self.num_bytes:
+            return f"{path} has {size} bytes instead of {self.num_bytes}"
+        digest = self.digest(kind)
+        if digest is not None and hash_file(path, digest[0]) != digest[1]:
+            return f"{path} is damaged: its {digest[0]} is not that of the index"
+        return None
+
 
 @dataclass(frozen=True)
 class ShardFormat:
-    """How the samples of a shard are encoded, and how shards are written; most shards of a stream share one object."""
+    """Encoding of the samples of a shard, and settings of its writing; most shards of a stream share one object."""
 
     names: tuple[str, ...]
     encodings: tuple[str, ...]
@@ -198,10 +224,6 @@ class ShardIndex:
         self.num_samples = int(self.samples_per_shard.sum())
         self._bounds = np.cumsum(self.samples_per_shard) - self.samples_per_shard
         self._first_samples: list[int] = self._bounds.tolist()
-
-    def cached_bytes(self) -> NDArray[np.int64]:
-        """Bytes that each shard takes in a cache: int64 [K]."""
-        return np.array([shard.cached_bytes for shard in self.shards], np.int64)
 
     def locate(self, index: int) -> tuple[int, int]:
         """Shard that holds a sample of the stream, and index of the sample in the shard."""
@@ -480,7 +502,7 @@ def read_shard(folder: Path | str, shard: Shard) -> list[bytes]:
     file = shard.stored
     uri = storage.join(str(folder), file.name)
     content = storage.read(uri)
-    digest = choose_hash(file.hashes)
+    digest = file.digest()
     if len(content) != file.num_bytes or (digest is not None and _hash_of(content, digest[0]) != digest[1]):
         raise DataError(f"{storage.shown(uri)} is damaged, it is not what the index describes; write the folder anew")
     if shard.format.compression:
@@ -516,25 +538,6 @@ def write_index(folder: Path | str, shards: Iterable[Shard]) -> None:
     """Write the index of an MDS folder, a path or an s3:// URI, as Streaming does."""
     content = ", ".join(json.dumps(shard.entry, sort_keys=True) for shard in shards)
     storage.write(storage.join(str(folder), INDEX), f'{{"shards": [{content}], "version": 2}}'.encode())
-
-
-def choose_hash(hashes: Mapping[str, str]) -> tuple[str, str] | None:
-    """Kind and value of the hash that a file is compared with: xxh64, else the first by name; None without any."""
-    kind = "xxh64" if "xxh64" in hashes else min(hashes, default=None)
-    return None if kind is None else (kind, hashes[kind])
-
-
-def check_shard(folder: Path, shard: Shard) -> None:
-    """Raise a DataError if the file of a shard is missing, or has another hash than the index gives."""
-    if (digest := choose_hash(shard.stored.hashes)) is None:
-        return
-    file, (kind, expected) = folder / shard.stored.name, digest
-    try:
-        found = hash_file(file, kind)
-    except OSError as error:
-        raise DataError(f"{file} cannot be read ({error.strerror}); copy or write the folder anew") from error
-    if found != expected:
-        raise DataError(f"{file} is damaged: its {kind} is not that of the index; copy or write the folder anew")
 
 
 def read_shards(folder: Path | str) -> list[Shard]:

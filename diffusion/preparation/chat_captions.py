@@ -186,35 +186,27 @@ class ChatCaptioner:
 
     def _caption(self, url: str, captions: Sequence[str]) -> Answer:
         """Ask for the captions of an image until the answer can be used."""
-        config, attempts = self._config, self._config.server.attempts
-        requests = failures = prompt_tokens = completion_tokens = 0
+        server, counts = self._config.server, Counter[str]()
         outcome, texts, detail = Outcome.failed, list[str](), ""
         answers_others = False
-        while requests < attempts and outcome not in (Outcome.captioned, Outcome.refused):
+        while counts["requests"] < server.attempts and outcome not in (Outcome.captioned, Outcome.refused):
             try:
-                reply = self._ask(url, captions, requests)
+                reply = self._ask(url, captions, counts["requests"])
             except UnansweredError as error:
-                failures += error.failures
+                counts["failures"] += error.failures
                 outcome, detail = Outcome.failed, str(error)
                 was_there, answers_others = answers_others, self._answers_others(error)
                 if answers_others and (was_there or error.is_rejected):
                     break
                 continue  # It may have come back meanwhile, or the client loses its patience.
-            requests, failures = requests + 1, failures + reply.failures
-            prompt_tokens += reply.prompt_tokens
-            completion_tokens += reply.completion_tokens
+            counts["requests"] += 1
+            for name in ("failures", "prompt_tokens", "completion_tokens"):
+                counts[name] += getattr(reply, name)
             outcome, texts = read_reply(reply, self._keys)
             detail = "" if texts else clean_text(" ".join(reply.text.split()))[:200]
-        return Answer(
-            texts=texts,
-            outcome=outcome,
-            detail=detail,
-            requests=requests,
-            failures=failures,
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-            dollars=config.server.dollars(prompt_tokens, completion_tokens),
-        )
+        dollars = server.dollars(counts["prompt_tokens"], counts["completion_tokens"])
+        numbers = {name: counts[name] for name in COUNTS}
+        return Answer(texts=texts, outcome=outcome, detail=detail, dollars=dollars, **numbers)
 
     def _ask(self, url: str, captions: Sequence[str], earlier: int) -> Reply:
         """Ask once; later attempts are further from the first than the same request would be."""

@@ -36,7 +36,12 @@ def claim(out: str, kind: str | None = None) -> Iterator[None]:
     """
     with _leased(storage.join(out, data_set.WRITER)) if storage.is_url(out) else _locked(out):
         if kind is not None:
-            _check_content(out, kind)
+            if (found := data_set.read_kind(out)) not in (None, kind):
+                raise DataError(
+                    f"{storage.shown(out)} holds another data set (kind {found!r}, not {kind!r}); choose another folder"
+                )
+            if found is None and not storage.exists(storage.join(out, data_set.SCAN)):
+                check_empty(out, _ALLOWED)
             if not storage.is_url(out):
                 for path in Path(out).rglob(f".*{PARTIAL}"):
                     path.unlink(missing_ok=True)
@@ -89,16 +94,6 @@ def resolved(uri: str) -> str:
     return (uri if storage.is_url(uri) else str(Path(uri).resolve())).rstrip("/")
 
 
-def _check_content(out: str, kind: str) -> None:
-    if found := data_set.read_kind(out):
-        if found != kind:
-            raise DataError(
-                f"{storage.shown(out)} holds another data set (kind {found!r}, not {kind!r}); choose another folder"
-            )
-    elif not storage.exists(storage.join(out, data_set.SCAN)):
-        check_empty(out, _ALLOWED)
-
-
 def check_empty(out: str, allowed: Collection[str]) -> None:
     """Reject a folder that holds anything but hidden files, empty folders and what is allowed."""
     if storage.is_url(out):
@@ -106,13 +101,11 @@ def check_empty(out: str, allowed: Collection[str]) -> None:
     else:
         names = {path.name for path in Path(out).iterdir()}
     names = {name for name in names if not name.startswith(".") and name not in allowed}
-    if unexpected := sorted(name for name in names if storage.is_url(out) or not _is_empty_folder(Path(out, name))):
+    if not storage.is_url(out):
+        names = {name for name in names if not Path(out, name).is_dir() or any(Path(out, name).iterdir())}
+    if unexpected := sorted(names):
         shown = ", ".join(map(ascii, unexpected[:3]))
         raise DataError(f"{storage.shown(out)} holds other files ({shown}); choose an empty folder")
-
-
-def _is_empty_folder(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
 
 
 @contextmanager

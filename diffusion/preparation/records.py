@@ -57,7 +57,7 @@ WITHOUT_CAPTION = (Reason.MISSING_CAPTION, Reason.EMPTY_CAPTION)
 
 @dataclass(frozen=True, kw_only=True)
 class Location:
-    """Where an image lies in its source."""
+    """Location of an image in its source."""
 
     file: str
     """Path of the file below the source; empty where the source is the file."""
@@ -98,7 +98,7 @@ class Rejected:
     detail: str = ""
     """A few words for the person who looks at the examples."""
     record: Record | None = field(default=None, repr=False)
-    """Where only the caption is missing (`WITHOUT_CAPTION`): the record without captions."""
+    """The record without captions, if only those are missing (`WITHOUT_CAPTION`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

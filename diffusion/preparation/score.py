@@ -159,7 +159,9 @@ def _run_missing(step: _Step, scan: Scan, workers: Workers, progress: bool) -> N
             step.write(number, {step.column: pa.nulls(num_rows, kind or pa.float64())})
 
     with progress_bar(step.column, len(numbers), unit=" partitions", shown=progress) as bar:
-        for result in run(_on_gpus(workers, num_gpus), make, tasks, num_gpus=num_gpus, describe=_describe):
+        for result in run(
+            _on_gpus(workers, num_gpus), make, tasks, num_gpus=num_gpus, describe=lambda task: task[0].describe(task[1])
+        ):
             bar.update()
             failed += result.failed
             answers += result.answers
@@ -183,11 +185,6 @@ def _run_missing(step: _Step, scan: Scan, workers: Workers, progress: bool) -> N
                        len(failed), step.column, sorted(failed)[0])  # fmt: skip
     if answers:
         logger.info("%s, %.1f images/s", describe_answers(answers), answers["images"] / (time.monotonic() - start))
-
-
-def _describe(task: tuple[Source, Partition]) -> str:
-    source, partition = task
-    return source.describe(partition)
 
 
 def _finished_parts(step: _Step) -> set[int]:
@@ -251,53 +248,51 @@ def _on_gpus(workers: Workers, num_gpus: float) -> Workers:
 
 
 class _Worker:
-    """Runs a plug-in over partitions."""
+    """Runs a plug-in over partitions, one at a time."""
 
     def __init__(self, step: _Step) -> None:
         self._step, self._config = step, step.plugin
         self._plugin = load_plugin(step.plugin, step.key)
         self._reads_images = getattr(self._plugin, "reads_images", True)
-        self._failed: list[str] = []
-        self._answers = Counter[str]()
 
     def __call__(self, task: tuple[Source, Partition]) -> _Result:
-        number = task[1].number
-        name = part_name(number)
-        self._failed, self._answers = [], Counter()
-        rows = read_table(storage.join(self._step.out, METADATA, name), _COLUMNS).to_pylist()
+        self._source, self._partition = task
+        self._failed, self._answers = list[str](), Counter[str]()
+        name = part_name(self._partition.number)
+        self._rows = read_table(storage.join(self._step.out, METADATA, name), _COLUMNS).to_pylist()
         if self._step.identity["captions"] is not None:
             captioned = read_table(storage.join(self._step.out, SCORES, CAPTIONS, name), ["captions"])["captions"]
-            for row, captions in zip(rows, captioned.to_pylist(), strict=True):
+            for row, captions in zip(self._rows, captioned.to_pylist(), strict=True):
                 row["captions"] = captions
-        columns = (self._captions if isinstance(self._config, CaptionerConfig) else self._scores)(task, rows)
+        columns = self._captions() if isinstance(self._config, CaptionerConfig) else self._scores()
         if columns:
-            self._step.write(number, columns)
+            self._step.write(self._partition.number, columns)
         if isinstance(self._plugin, ChatCaptioner):
-            self._journal(number).remove()
+            self._journal().remove()
         kind = columns[self._step.column].type if columns else None
-        return _Result(number, len(rows), kind, self._failed, self._answers)
+        return _Result(self._partition.number, len(self._rows), kind, self._failed, self._answers)
 
-    def _scores(self, task: tuple[Source, Partition], rows: list[dict[str, Any]]) -> dict[str, pa.Array]:
+    def _scores(self) -> dict[str, pa.Array]:
         """Return the column of a scorer; nothing if it is empty."""
-        chosen = [i for i, row in enumerate(rows) if _is_usable(row) and (row["reason"] == "" or row["captions"])]
-        values: list[Any] = [None] * len(rows)
-        for i, value in self._results(task, rows, chosen):
+        chosen = [i for i, row in enumerate(self._rows) if _is_usable(row) and (row["reason"] == "" or row["captions"])]
+        values: list[Any] = [None] * len(self._rows)
+        for i, value in self._results(chosen):
             values[i] = clean_score(value)
         kinds = {type(value) for value in values if value is not None}
         if len(kinds) > 1:
             raise ConfigurationError(f"{self._config.path} returned numbers and texts; it must return one of them")
         return {self._step.column: pa.array(values, pa.string() if str in kinds else pa.float64())} if kinds else {}
 
-    def _captions(self, task: tuple[Source, Partition], rows: list[dict[str, Any]]) -> dict[str, pa.Array]:
+    def _captions(self) -> dict[str, pa.Array]:
         """Return the captions of all images, and the indices of the generated ones."""
         assert isinstance(self._config, CaptionerConfig)
-        captions: list[list[str]] = [row["captions"] or [] for row in rows]
-        generated: list[list[int] | None] = [None] * len(rows)
+        captions: list[list[str]] = [row["captions"] or [] for row in self._rows]
+        generated: list[list[int] | None] = [None] * len(self._rows)
         every = self._config.mode is not CaptionMode.missing
-        chosen = [i for i, row in enumerate(rows) if _is_usable(row) and (every or not row["captions"])]
-        answers: list[dict[str, Any] | None] = [None] * len(rows)
+        chosen = [i for i, row in enumerate(self._rows) if _is_usable(row) and (every or not row["captions"])]
+        answers: list[dict[str, Any] | None] = [None] * len(self._rows)
         is_chat = isinstance(self._plugin, ChatCaptioner)
-        for i, result in (self._answered if is_chat else self._results)(task, rows, chosen):
+        for i, result in self._answered(chosen) if is_chat else self._results(chosen):
             if isinstance(result, Answer):
                 answers[i] = asdict(result)
                 result = result.texts
@@ -309,18 +304,16 @@ class _Worker:
             **({ANSWERS: pa.array(answers, ANSWER_TYPE)} if is_chat else {}),
         }
 
-    def _journal(self, number: int) -> Journal:
+    def _journal(self) -> Journal:
         assert isinstance(self._config, CaptionerConfig) and self._config.chat is not None
-        return Journal(self._step.out, number, self._config.chat.server.concurrency)
+        return Journal(self._step.out, self._partition.number, self._config.chat.server.concurrency)
 
-    def _answered(
-        self, task: tuple[Source, Partition], rows: list[dict[str, Any]], chosen: Sequence[int]
-    ) -> Iterator[tuple[int, Answer]]:
+    def _answered(self, chosen: Sequence[int]) -> Iterator[tuple[int, Answer]]:
         """Yield a server's answers for the chosen rows; it is not asked again for those in the journal.
 
         It is asked once for rows of one request. The first of them has the costs.
         """
-        journal, numbers = self._journal(task[1].number), dict[str, list[int]]()
+        rows, journal, numbers = self._rows, self._journal(), dict[str, list[int]]()
         for i in chosen:
             numbers.setdefault(journal.identify(rows[i]), []).append(i)
         known = journal.read(numbers)
@@ -333,7 +326,7 @@ class _Worker:
 
         for identity, answer in known.items():
             yield from spread(identity, answer)
-        images = ((i, image, rows[i]["captions"] or []) for i, image in self._decoded(task, rows, [*missing]))
+        images = ((i, image, rows[i]["captions"] or []) for i, image in self._decoded([*missing]))
         try:
             for i, answer in self._plugin.stream(images, self._has_captions):
                 journal.add(missing[i], answer, *image_hashes(rows[i]))
@@ -350,41 +343,36 @@ class _Worker:
                 return True
         return any(answer.outcome is Outcome.captioned for _, answer in read_answers(self._step.out))
 
-    def _results(
-        self, task: tuple[Source, Partition], rows: list[dict[str, Any]], chosen: Sequence[int]
-    ) -> Iterator[tuple[int, Any]]:
+    def _results(self, chosen: Sequence[int]) -> Iterator[tuple[int, Any]]:
         """Yield the plug-in's result for each of the chosen rows, with the number of the row."""
-        for batch in _batches(self._decoded(task, rows, chosen), self._config.batch_size):
-            yield from zip([i for i, _ in batch], self._call(rows, batch), strict=True)
+        for batch in _batches(self._decoded(chosen), self._config.batch_size):
+            yield from zip([i for i, _ in batch], self._call(batch), strict=True)
 
-    def _decoded(
-        self, task: tuple[Source, Partition], rows: list[dict[str, Any]], chosen: Sequence[int]
-    ) -> Iterator[tuple[int, Image.Image | None]]:
+    def _decoded(self, chosen: Sequence[int]) -> Iterator[tuple[int, Image.Image | None]]:
         """Yield the numbers of the chosen rows and their images, or None if the plug-in reads none."""
-        source, partition = task
         images: Iterable[bytes | None] = [None] * len(chosen)
         if self._reads_images and chosen:
-            locations = [Location(**{name: rows[i][name] for name in LOCATION}) for i in chosen]
-            images = source.images(partition, locations)
+            locations = [Location(**{name: self._rows[i][name] for name in LOCATION}) for i in chosen]
+            images = self._source.images(self._partition, locations)
         for i, content in zip(chosen, images, strict=True):
-            yield i, None if content is None else _decode(rows[i], content, self._step.convert_to_srgb)
+            yield i, None if content is None else _decode(self._rows[i], content, self._step.convert_to_srgb)
 
-    def _call(self, rows: list[dict[str, Any]], batch: "_Batch") -> list[Any]:
+    def _call(self, batch: "_Batch") -> list[Any]:
         """Return the results of a batch; None for an image on which the plug-in fails, if it does not on a plain one.
 
         A file that one library cannot take would otherwise end the preparation of all.
         """
-        captions = [list(rows[i]["captions"] or []) for i, _ in batch]
+        captions = [list(self._rows[i]["captions"] or []) for i, _ in batch]
         try:
             return call_plugin(self._plugin, self._config, [image for _, image in batch], captions)
         except _OF_THE_IMAGE as error:
             if type(error).__name__ == "OutOfMemoryError":  # PyTorch's
                 raise
             if len(batch) > 1:
-                return [self._call(rows, [one])[0] for one in batch]
+                return [self._call([one])[0] for one in batch]
             plain = Image.new("RGB", (512, 512), "grey") if self._reads_images else None
             call_plugin(self._plugin, self._config, [plain], [["a plain image"]])
-            self._failed.append(f"{printable(rows[batch[0][0]]['key'])}: {first_line(error)}")
+            self._failed.append(f"{printable(self._rows[batch[0][0]]['key'])}: {first_line(error)}")
             return [None]
 
 

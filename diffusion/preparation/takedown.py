@@ -166,7 +166,9 @@ def take_down(
                     samples += copy_samples
                 work.append(partial(data.reject, rows, erase=erase))
                 if erase and len(kinds) > 1:
-                    earlier |= {row["key_hash"]: row["key"] for row in _find_removed(uri).values()}
+                    earlier |= {
+                        row["key_hash"]: row["key"] for row in _find_rows(uri, ["reason"], _is_removed).values()
+                    }
             else:
                 encoded = _Encoded(uri)
                 samples = encoded.find(earlier | {key_hash(key): key for key in requested})
@@ -286,8 +288,7 @@ def _find_keys(dataset: str, keys: Collection[str], *, marked: bool = False) -> 
     hashes = np.array([key_hash(key) for key in keys], np.uint64)
 
     def matches(table: pa.Table) -> NDArray[np.bool_]:
-        is_marked = marked & (np.array(table["reason"]) == Reason.REMOVED.value)
-        return np.isin(table["key_hash"], hashes) | is_marked
+        return np.isin(table["key_hash"], hashes) | (marked & _is_removed(table))
 
     return {
         number: row
@@ -296,9 +297,9 @@ def _find_keys(dataset: str, keys: Collection[str], *, marked: bool = False) -> 
     }
 
 
-def _find_removed(dataset: str) -> _Rows:
-    """Find all images that are removed, erased or not."""
-    return _find_rows(dataset, ["reason"], lambda table: np.array(table["reason"]) == Reason.REMOVED.value)
+def _is_removed(table: pa.Table) -> NDArray[np.bool_]:
+    """Check which rows are of removed images."""
+    return np.array(table["reason"]) == Reason.REMOVED.value
 
 
 def _find_copies(dataset: str, removed: Removed, known: _Rows) -> _Rows:
@@ -310,7 +311,7 @@ def _find_copies(dataset: str, removed: Removed, known: _Rows) -> _Rows:
     def matches(table: pa.Table) -> NDArray[np.bool_]:
         is_copy = pc.is_in(table["xxh128"], hashes).to_numpy()  # pyright: ignore[reportAttributeAccessIssue]
         is_like = removed.is_like(table["phash"].fill_null(0).to_numpy()) & table["phash"].is_valid().to_numpy()
-        return (is_copy | is_like) & (np.array(table["reason"]) != Reason.REMOVED.value)
+        return (is_copy | is_like) & ~_is_removed(table)
 
     found = _find_rows(dataset, ["xxh128", "phash", "reason"], matches)
     return {number: row for number, row in found.items() if number not in known}

@@ -289,36 +289,33 @@ class _Writer:
 
     def __call__(self, task: WriteTask) -> int:
         """Write the shards and the positions of a task; return how many samples they hold."""
-        shards = _Shards(self._out, task.number, self._format, _Pool(self._scratch))
+        self._parts, self._shards = task.parts, _Shards(self._out, task.number, self._format, self._scratch)
         kept = kept_rows(self._out, task.generation, task.number)
         for window in task.windows:
             samples: list[_Sample] = []
             for part in window:
                 num_bytes = 0
-                for sample in self._read(task, part, kept.filter(pc.field("part") == part).to_pylist(), shards):
+                for sample in self._read(part, kept.filter(pc.field("part") == part).to_pylist()):
                     samples.append(sample)
                     num_bytes += sample.size
                     if num_bytes >= self._window_bytes:
-                        self._add(shards, samples)
+                        self._add(samples)
                         num_bytes = 0
-            self._add(shards, samples)
-        return shards.finish()
+            self._add(samples)
+        return self._shards.finish()
 
-    def _add(self, shards: "_Shards", samples: list[_Sample]) -> None:
+    def _add(self, samples: list[_Sample]) -> None:
         """Put the samples of a window (or of as much of a large partition) into shards, and clear their list."""
         for sample in sorted(samples, key=lambda one: (one.folder, one.order)):
-            shards.add(sample)
+            self._shards.add(sample)
         samples.clear()
-        shards.flush_largest(self._window_bytes)
-        shards.carry_over(_Pool(self._scratch))
+        self._shards.carry_over(self._window_bytes)
 
-    def _read(
-        self, task: WriteTask, part: int, kept: Sequence[Mapping[str, Any]], shards: "_Shards"
-    ) -> Iterator[_Sample]:
+    def _read(self, part: int, kept: Sequence[Mapping[str, Any]]) -> Iterator[_Sample]:
         """Read the kept images of a partition."""
         if not kept:
             return
-        source, partition = task.parts[part]
+        source, partition = self._parts[part]
         rows = self._metadata(part, [one["row"] for one in kept])
         if any(row["reason"] == Reason.REMOVED.value for row in rows):
             raise DataError(f"{METADATA}/{part_name(part)}: a selected image was removed since; run the stage select")
@@ -326,7 +323,9 @@ class _Writer:
         for one, row in zip(kept, rows, strict=True):
             sample = encode_sample(self._columns(row, _next_image(images, row)), COLUMNS)
             folder = check_folder(f"{one['split']}/{one['bucket']}")
-            yield _Sample(folder, one["order"], row["key"], part, one["row"], len(sample), shards.pool.put(sample))
+            yield _Sample(
+                folder, one["order"], row["key"], part, one["row"], len(sample), self._shards.pool.put(sample)
+            )
 
     def _metadata(self, part: int, rows: Sequence[int]) -> list[dict[str, Any]]:
         """Metadata and scores of some rows of a partition."""
@@ -371,8 +370,8 @@ def _next_image(images: Iterator[bytes], row: Mapping[str, Any]) -> bytes:
 class _Shards:
     """The shards of a task: samples come in, full shards are written, pending samples are carried over."""
 
-    def __init__(self, out: str, task: int, shards: ShardFormat, pool: _Pool) -> None:
-        self.pool = pool
+    def __init__(self, out: str, task: int, shards: ShardFormat, scratch: str | None) -> None:
+        self._scratch, self.pool = scratch, _Pool(scratch)
         assert shards.shard_bytes is not None, "checked"
         self._out, self._task, self._format, self._max_bytes = out, task, shards, shards.shard_bytes
         self._pending: dict[str, list[_Sample]] = {}
@@ -390,13 +389,11 @@ class _Shards:
         self._pending.setdefault(folder, []).append(sample)
         self._sizes[folder] += sample.size
 
-    def flush_largest(self, num_bytes: int) -> None:
-        """Write the largest pending shards until all together have at most a number of bytes."""
+    def carry_over(self, num_bytes: int) -> None:
+        """Write the largest pending shards until a number of bytes is left; move it to the pool of the next window."""
         while self._sizes.total() > num_bytes:
             self._write(max(sorted(self._sizes), key=self._sizes.__getitem__))
-
-    def carry_over(self, pool: _Pool) -> None:
-        """Move the pending samples to the pool of the next window."""
+        pool = _Pool(self._scratch)
         for samples in self._pending.values():
             samples[:] = [sample._replace(stored=pool.put(self.pool.get(sample))) for sample in samples]
         self.pool = pool

@@ -1,24 +1,22 @@
 """Streams of several sizes trained in one step (groups) and step by step (buckets): the machines do not matter."""
 
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from diffusion.config.loading import load_config
 from diffusion.datasets.batch import SHAPED, BatchKey, num_samples, split_batch
 from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
-from tests.tools.written_data import TEXT, smooth_image, write_mds, write_prepared
+from tests.tools.written_data import write_prepared
 
 NUM_STEPS = 8
-COUNTS = {"square": 40, "wide": 28, "tall": 20}
+COUNTS = {"32x32": 40, "24x40": 28, "40x24": 20}
 """Images: 22 groups of 4, five global batches of 16 in an epoch."""
 
-SIZES = {"square": [32, 32], "wide": [24, 40], "tall": [40, 24]}
-VALIDATION = {"square": 7, "wide": 4, "tall": 2}
+SIZES = {"32x32": [32, 32], "24x40": [24, 40], "40x24": [40, 24]}
+VALIDATION = {"32x32": 7, "24x40": 4, "40x24": 2}
 """Validation images of each stream."""
 
 Run = tuple[str, list[str]]
@@ -26,88 +24,34 @@ Run = tuple[str, list[str]]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Images in three buckets in images/, and their latents in latents/."""
-    from diffusion.models import tiny
-    from diffusion.models.pretrained import module_identity, tokenizer_identity
-    from diffusion.models.tokenizers import tokenize
+    """Images in three buckets in images/ and validation/, and their latents in latents/."""
+    from diffusion.config.model import Architecture, ModelConfig
+    from diffusion.models import load_frozen_parts
+    from diffusion.preparation.encoding.encode import encode
+    from diffusion.preparation.encoding.models import EncodingModels
 
     root = tmp_path_factory.mktemp("sizes")
-    write_prepared(root / "images", COUNTS)
-    write_prepared(root / "validation", VALIDATION)
-    model = tiny()
-    for split, counts in (("train", COUNTS), ("validation", VALIDATION)):
-        for name in counts:
-            _encode(root / "latents" / split / name, name, counts[name], model)
-    _write_manifest(
-        root / "latents",
-        vae=module_identity(model.vae),
-        tokenizer=tokenizer_identity(model.tokenizer),
-        empty_ids=tokenize(model.tokenizer, [""])[0].tolist(),
-    )
+    models = EncodingModels.of(load_frozen_parts(ModelConfig(architecture=Architecture.tiny)))
+    for name, counts in (("images", COUNTS), ("validation", VALIDATION)):
+        write_prepared(root / name, counts)
+        encode(root / name, root / "latents" / name, models=models)
     return root
-
-
-def _encode(folder: Path, name: str, num: int, model) -> None:
-    """Write the latents of the images that `write_prepared` writes, shard by shard as these."""
-    from diffusion.config.data import ImageSize
-    from diffusion.datasets.transforms import ImageTransform
-    from diffusion.models.tokenizers import tokenize
-
-    transform = ImageTransform(size=ImageSize(*SIZES[name]))
-    samples = []
-    for number in range(num):
-        pixels = torch.from_numpy(transform(smooth_image(number))[None]) / 127.5 - 1
-        with torch.no_grad():
-            posterior = model.vae.encode(pixels).latent_dist
-        samples.append(
-            {
-                "latent_mean": posterior.mean[0].half().numpy(),
-                "latent_logvar": posterior.logvar[0].half().numpy(),
-                "token_ids": tokenize(model.tokenizer, [f"{number} {name} 0"]).astype(np.int32),
-                "key": f"{name}/{number}",
-            }
-        )
-    shape = ",".join(map(str, samples[0]["latent_mean"].shape))
-    columns = dict.fromkeys(("latent_mean", "latent_logvar"), f"ndarray:float16:{shape}") | TEXT
-    write_mds(folder, columns, samples, shard_bytes=2**20)
-
-
-def _write_manifest(root: Path, **identities) -> None:
-    from diffusion.datasets.encoded import EncodedManifest
-    from diffusion.datasets.transforms import ImageTransform
-    from diffusion.files import write_json
-    from diffusion.formats.data_set import MANIFEST
-
-    manifest = EncodedManifest(
-        transform=ImageTransform.square(32).identity(),
-        resolution=32,
-        mean_only=False,
-        precision="fp32",
-        source="",
-        counts={"train": COUNTS, "validation": VALIDATION},
-        sizes={name: size for name, size in SIZES.items() if name != "square"},
-        **identities,
-    )
-    write_json(root / MANIFEST, asdict(manifest))
 
 
 def overrides(data: Path, kind: str = "images", mixing: str = "groups") -> list[str]:
     """The toy run on the data."""
     streams = ", ".join(f"{{name: {name}, resolution: {size}}}" for name, size in SIZES.items())
-    train, validation = {
-        "images": (data / "images" / "train", data / "validation" / "train"),
-        "latents": (data / "latents" / "train", data / "latents" / "validation"),
-    }[kind]
+    root = data if kind == "images" else data / "latents"
     return [
-        f"data.representation={'images' if kind == 'images' else 'latents'}",
-        f"data.local={train}",
+        f"data.representation={kind}",
+        f"data.local={root / 'images' / 'train'}",
         f"data.streams=[{streams}]",
         f"data.mixing={mixing}",
         f"data.group_size={4 if mixing == 'groups' else 'null'}",
         "data.global_batch_size=16",
         "data.num_canonical_nodes=4",
         "objective.stratified_timesteps=true",
-        f"validation={{local: {validation}, device_batch_size: 3}}",
+        f"validation={{local: {root / 'validation' / 'train'}, device_batch_size: 3}}",
         f"trainer.max_duration={NUM_STEPS}ba",
         "trainer.eval_interval=4ba",
         "trainer.save_interval=100ba",

@@ -54,20 +54,15 @@ def held(out):
     process.join()
 
 
-def test_two_processes(out, held):
+def test_another_process_is_kept_away_until_it_is_killed(out, held):
     with pytest.raises(MachineError), claim(out, KIND):
         pass
-
-
-def test_a_killed_one_is_forgotten(out, held):
     os.kill(held.pid, signal.SIGKILL)
     held.join()
-    with claim(out, KIND):
-        pass
-    with claim(out, KIND):
-        pass
-    names = storage.list_files(out)
-    assert not names
+    for _ in range(2):
+        with claim(out, KIND):
+            pass
+    assert not storage.list_files(out)
 
 
 def test_one_of_many_that_begin_at_the_same_time(tmp_path, monkeypatch):

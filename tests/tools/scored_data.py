@@ -5,16 +5,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import xxhash
 from PIL import Image
 
 from diffusion import storage
-from diffusion.preparation.layout import SCHEMA, part_name
 from diffusion.preparation.records import Partition
 from diffusion.preparation.scan import Scan
 from tests.tools.image_files import encode
+from tests.tools.metadata_parts import write_part
 
 COLOURS = ["red", "green", "white", "blue", "black", "gray", "yellow"]
 CALLS: list[Any] = []
@@ -104,7 +102,5 @@ def write_scan(folder: Path) -> ScannedData:
             rows.append({"key": f"toy/{partition}/{i}.png", "file": f"{partition}/{i}.png", "version": "1",
                          "xxh128": None if i == 5 else xxhash.xxh3_128_hexdigest(content),
                          "captions": [] if i == 4 else [f"{colour} {partition}"], "reason": reason})  # fmt: skip
-        path = folder / "out" / "metadata" / part_name(partition)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.Table.from_pylist(rows, SCHEMA), path)
+        write_part(folder / "out", partition, rows)
     return ScannedData(folder / "out", source, Scan([source], [Partition(number=i) for i in range(2)]))

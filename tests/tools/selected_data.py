@@ -17,6 +17,7 @@ from diffusion.preparation.records import Location, Partition
 from diffusion.preparation.scan import Scan
 from diffusion.preparation.write import write
 from tests.tools.image_files import noise
+from tests.tools.metadata_parts import image
 
 KEPT = pa.schema(
     {
@@ -169,21 +170,10 @@ def select_images(
     }
     storage.write_json(storage.join(folder, f"{generation}.json"), selection)
     partitions = [
-        {
-            "number": part,
-            "source": 0,
-            "file": "",
-            "start": 0,
-            "stop": None,
-            "version": "",
-            "num_bytes": 0,
-            "num_records": len(numbers),
-            "generation": data.generation_of[part],
-        }
+        Partition(number=part, num_records=len(numbers), generation=data.generation_of[part])
         for part, numbers in enumerate(data.images)
     ]
-    scan = {"version": 2, "settings": {}, "sources": [source.description()], "partitions": partitions}
-    storage.write_json(storage.join(out, SCAN), scan)
+    Scan([data.source], partitions).write(out)
     return data
 
 
@@ -196,21 +186,20 @@ def _example(data: SelectedData, part: int, row: int, of_part: int, of_row: int,
 def _metadata(data: SelectedData, number: int) -> dict[str, Any]:
     content = Path(data.source.path, f"{number:04}.png").read_bytes()
     width, height = (24, 32) if number % 3 == 0 else (32, 24)
-    return {
-        "key": data.key(number),
-        "key_hash": xxhash.xxh3_64_intdigest(data.key(number)),
-        "file": f"{number:04}.png",
-        "version": "1",
-        "bytes": len(content),
-        "format": "png",
-        "width": width,
-        "height": height,
-        "xxh128": xxhash.xxh3_128_hexdigest(content),
-        "captions": [f"caption of {number}"],
-        "metadata": f'{{"number": {number}}}',
-        "reason": "",
-        "detail": "",
-    }
+    return image(
+        number,
+        key=data.key(number),
+        file=f"{number:04}.png",
+        bytes=len(content),
+        format="png",
+        width=width,
+        height=height,
+        xxh128=xxhash.xxh3_128_hexdigest(content),
+        phash=None,
+        sharpness=None,
+        captions=[f"caption of {number}"],
+        metadata={"number": number},
+    )
 
 
 def _place(number: int) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from PIL import Image
 from streaming import MDSWriter
 
 from diffusion.config.data import DataConfig, Representation, StreamConfig
+from diffusion.datasets.encoded import EncodedManifest
+from diffusion.datasets.streams import StreamLocation, find_manifest
 from diffusion.formats.data_set import BucketEntry, PreparedManifest
 from diffusion.formats.shards import (
     ShardFormat,
@@ -136,6 +138,12 @@ def write_encoded(
         samples = [encoded_sample(name, i, logvar=logvar, num_captions=num_captions, size=size) for i in range(num)]
         write_mds(root / "train" / name, columns, samples)
     return root / "train"
+
+
+def encoded_manifest(folder: Path) -> EncodedManifest | None:
+    """Read the manifest of encoded data above an MDS folder; None where there is none."""
+    content = find_manifest(StreamLocation(name="a", remote=None, local=str(folder)))
+    return None if content is None else EncodedManifest.from_json(content, str(folder))
 
 
 def data_config(local: Path, *names: str, **options: Any) -> DataConfig:

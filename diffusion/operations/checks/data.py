@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
 from diffusion import storage
@@ -17,14 +18,8 @@ from diffusion.config.schema import Config
 from diffusion.datasets.batch import BatchKey, collate
 from diffusion.datasets.cache import replace_index
 from diffusion.datasets.dataset import Tokenize, TrainingDataset
-from diffusion.datasets.encoded import EncodedManifest, check_encoded, read_encoded_manifest
-from diffusion.datasets.loader import (
-    BatchLoader,
-    check_training_streams,
-    check_validation_streams,
-    train_loader,
-    validation_dataset,
-)
+from diffusion.datasets.encoded import EncodedManifest, check_encoded
+from diffusion.datasets.loader import BatchLoader, check_locations, train_loader, validation_dataset
 from diffusion.datasets.streams import (
     Files,
     StreamLocation,
@@ -36,7 +31,7 @@ from diffusion.datasets.streams import (
 )
 from diffusion.distributed import agree, broadcast, local_rank, local_world_size, on_first_rank, world_size
 from diffusion.errors import ConfigurationError, DataError, MachineError, UserError
-from diffusion.formats.shards import INDEX, check_shard, read_index, read_shards
+from diffusion.formats.shards import INDEX, read_index, read_shards
 from diffusion.models.tokenizers import caption_tokenizer, num_full
 from diffusion.operations.checks.machine import existing
 from diffusion.operations.checks.verdicts import Verdict, log_and_raise, ok, on_each_machine, problem, warning
@@ -89,9 +84,9 @@ def check_streams(config: Config, files: Files) -> None:
     check_separate_caches(location for _, location in located_streams(config))
     wanted = {"with_logvar": config.objective.posterior == Posterior.sample, "score_names": config.model.score_names}
     if config.plugins.train_dataset is None:
-        check_training_streams(config.data, **wanted, files=files)
+        check_locations(config.data, **wanted, files=files)
     if config.validation is not None:
-        check_validation_streams(config.validation, config.data, **wanted, files=files)
+        check_locations(config.data, config.validation, **wanted, files=files)
     for _ in _encoded_streams(config, files):
         pass
 
@@ -120,11 +115,10 @@ def _encoded_streams(config: Config, files: Files) -> Iterator[tuple[StreamLocat
     streams = located_streams(config)
     sizes = image_sizes([stream for stream, _ in streams], config.data.resolution)
     for (_, location), size in zip(streams, sizes, strict=True):
-        manifest = read_encoded_manifest(location.source, location.access, files)
+        manifest, where = find_manifest(replace(location, files=files)), shown(location.source)
         if manifest is not None:
-            yield location, size, manifest
+            yield location, size, EncodedManifest.from_json(manifest, where)
         elif config.plugins.train_dataset is None:
-            where = shown(location.source)
             raise DataError(f"{where} has no manifest.json beside it: encode it with scripts/encode.py")
 
 
@@ -182,7 +176,7 @@ def find_cache_demand(dataset: TrainingDataset, data: DataConfig) -> CacheDemand
     """Compute the bytes in the cache of a node of this job."""
     order = dataset.order
     streams = [
-        FleetStream(shape=shape, bytes_per_shard=stream.index.cached_bytes())
+        FleetStream(shape=shape, bytes_per_shard=np.array([shard.cached_bytes for shard in stream.index.shards]))
         for shape, stream in zip(order.streams, dataset.streams, strict=True)
     ]
     world = World(num_nodes=max(1, world_size() // local_world_size()), ranks_per_node=local_world_size())
@@ -295,7 +289,7 @@ def check_files(location: StreamLocation, timeout: float, *, deep: bool) -> None
     check_location(location)
     index = read_source_index(location, timeout=timeout)
     split, bucket = ["", *location.source.rstrip("/").split("/")][-2:]
-    manifest = find_manifest(location.source, location.access) or {}
+    manifest = find_manifest(location) or {}
     entry = manifest.get("splits", {}).get(split, {}).get(bucket)
     if isinstance(entry, dict) and entry.get("sha256") != hashlib.sha256(index).hexdigest():
         raise DataError(
@@ -312,11 +306,14 @@ def check_files(location: StreamLocation, timeout: float, *, deep: bool) -> None
         damaged = []
         for shard in tqdm(read_shards(folder), desc=str(folder), unit=" shards"):
             try:
-                check_shard(folder, shard)
-            except DataError as error:
-                damaged.append(str(error))
+                found = shard.stored.find_damage(folder)
+            except OSError as error:
+                found = f"{folder / shard.stored.name} cannot be read ({error.strerror})"
+            damaged += [found] if found else []
         if damaged:
-            raise DataError(f"{len(damaged)} shards of {folder} are damaged; the first: {damaged[0]}")
+            raise DataError(
+                f"{len(damaged)} shards of {folder} are damaged; the first: {damaged[0]}; copy or write the folder anew"
+            )
 
 
 def read_source_index(location: StreamLocation, *, timeout: float, attempts: int = 1) -> bytes:

@@ -7,32 +7,33 @@ device and library versions.)
 """
 
 import contextlib
+import hashlib
+import itertools
 import logging
+import math
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
+from diffusion import storage
+from diffusion.config.data import ImageSize, named_size
+from diffusion.datasets.bad_images import MAX_BAD_FRACTION, MAX_BAD_IMAGES, max_bad
+from diffusion.datasets.buckets import lowest_side
 from diffusion.datasets.encoded import EncodedManifest
+from diffusion.datasets.transforms import ImageTransform
 from diffusion.distributed import agree, has_process_group, on_first_rank
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.formats.data_set import PreparedManifest, read_marks
-from diffusion.formats.shards import shards_with_indices
+from diffusion.formats.data_set import MANIFEST, PreparedManifest, read_marks
+from diffusion.formats.shards import Shard, read_index, read_shards, shards_with_indices
 from diffusion.models.latents import latent_space
 from diffusion.preparation.encoding.models import EncodingModels, Load
-from diffusion.preparation.encoding.output import (
-    MAX_DAMAGED,
-    MAX_DAMAGED_FRACTION,
-    Output,
-    max_damaged,
-)
-from diffusion.preparation.encoding.plan import EncodingSettings, ShardTask, plan_outputs
+from diffusion.preparation.encoding.output import EncodingSettings, Output, ShardTask
 from diffusion.preparation.encoding.shards import EncodedShard, encode_shards
 from diffusion.preparation.engine import Workers, progress_bar, run
-from diffusion.preparation.output import claim
+from diffusion.preparation.output import claim, resolved
 from diffusion.storage import is_url, join, shown
 
 logger = logging.getLogger(__name__)
@@ -110,11 +111,13 @@ def encode(
         if not plan.tasks:
             logger.info("%s holds all of %s already", shown(out), shown(prepared))
         elif workers is None:
-            options = {"models": models, "settings": plan.settings, "device": device, "num_workers": num_workers}
-            agree(lambda: _encode_as_rank(plan, counters, partial(encode_shards, **options), progress))
+            tasks = _taken(plan.tasks, counters)
+            shards = encode_shards(tasks, models, plan.settings, device=device, num_workers=num_workers)
+            agree(lambda: _count(shards, plan, counters, progress))
         else:
             assert load is not None, "workers load their networks"
-            _encode_by_workers(plan, counters, workers, load, progress, device=device, num_workers=num_workers)
+            shards = _encoded_by_workers(plan, workers, load, device.partition(":")[0], num_workers)
+            _count(shards, plan, counters, progress)
         on_first_rank(lambda: _finish(prepared, plan.outputs, counters))
     return [output.manifest for output in plan.outputs]
 
@@ -141,7 +144,7 @@ def _plan(
 ) -> _Plan:
     """Claim the folders, and look at what is there."""
     settings = replace(settings, convert_to_srgb=PreparedManifest.read(prepared).convert_to_srgb)
-    outputs = plan_outputs(prepared, out, resolutions, models, settings)
+    outputs = _plan_outputs(prepared, out, resolutions, models, settings)
     for output in outputs:
         claims.enter_context(claim(output.uri))
         output.open(prepared)
@@ -149,65 +152,118 @@ def _plan(
     return _Plan(uuid.uuid4().hex, outputs, _missing_shards(prepared, outputs), settings)
 
 
+def _plan_outputs(
+    prepared: str, out: str, resolutions: Sequence[int], models: EncodingModels, settings: EncodingSettings
+) -> list[Output]:
+    """Decide which data sets are written: one in `out`, or one in `out/<resolution>` of several.
+
+    The indexes of the prepared data are read, and compared with its manifest.
+
+    Raises:
+        ConfigurationError: A resolution is missing, given twice, or does not fit the VAE; or one of the folders lies in
+            the other.
+        DataError: `prepared` is not prepared data, is damaged, or has no images that are large enough.
+    """
+    if len(set(resolutions)) != len(resolutions):
+        raise ConfigurationError(f"--resolution {' '.join(map(str, resolutions))}: give each once")
+    for resolution in resolutions:
+        models.latent_shape(ImageSize(resolution, resolution))
+    folders: dict[str, list[Shard]] = {}
+    for split, buckets in PreparedManifest.read(prepared).splits.items():
+        for bucket, entry in buckets.items():
+            uri = join(prepared, split, bucket)
+            if read_index(uri).sha256 != entry.sha256:
+                where = shown(join(prepared, MANIFEST))
+                raise DataError(f"{shown(uri)} is not what {where} says: copy or prepare the data set again")
+            folders[f"{split}/{bucket}"] = read_shards(uri)
+    source = hashlib.sha256(storage.read(join(prepared, MANIFEST))).hexdigest()
+    names = sorted({name.split("/")[1] for name in folders})
+    squares = [name for name in names if not named_size(name)]
+    if squares and not resolutions:
+        raise ConfigurationError(f"--resolution is missing: the images of {squares[0]} are cut to squares of it")
+    outputs = []
+    for resolution in resolutions or [None]:
+        uri = join(out, str(resolution)) if len(resolutions) > 1 else out
+        here, there = f"{resolved(uri)}/", f"{resolved(prepared)}/"
+        if here.startswith(there) or there.startswith(here):
+            raise ConfigurationError(
+                f"{shown(uri)} and the prepared data {shown(prepared)} lie in one another: choose "
+                "another folder to write"
+            )
+        chosen = {name for name in names if named_size(name) or (resolution and lowest_side(name) >= resolution)}
+        if not chosen:
+            raise DataError(
+                f"{shown(prepared)} has no bucket of images whose shorter side is {resolution} or more (there "
+                f"are: {', '.join(names) or 'none'}): lower --resolution, or prepare larger images"
+            )
+        sizes = {name: list(size) for name in sorted(chosen) if (size := named_size(name))}
+        for size in sizes.values():
+            models.latent_shape(ImageSize(*size))
+        side = resolution or round(math.sqrt(max(height * width for height, width in sizes.values())))
+        counts: dict[str, dict[str, int]] = {}
+        shards = {name: listed for name, listed in folders.items() if name.split("/")[1] in chosen}
+        for name, listed in shards.items():
+            split, bucket = name.split("/")
+            counts.setdefault(split, {})[bucket] = sum(shard.num_samples for shard in listed)
+        manifest = EncodedManifest(
+            vae=models.vae_identity,
+            tokenizer=models.tokenizer_identity,
+            text_encoder=models.text_encoder_identity,
+            transform=ImageTransform.square(side).identity(),
+            resolution=side,
+            mean_only=settings.mean_only,
+            precision=settings.precision,
+            batch_size=settings.batch_size,
+            convert_to_srgb=settings.convert_to_srgb,
+            empty_ids=[int(i) for i in models.empty_ids],
+            scores=list(settings.scores),
+            source=source,
+            counts=counts,
+            sizes=sizes,
+        )
+        outputs.append(Output(uri=uri, manifest=manifest, folders=shards))
+    return outputs
+
+
 def _missing_shards(prepared: str, outputs: Sequence[Output]) -> list[ShardTask]:
     """List the prepared shards that some data set lacks."""
     removed, tasks = read_marks(prepared), []
     folders = {name: shards for output in outputs for name, shards in output.folders.items()}
     for name, shards in sorted(folders.items()):
-        folder = join(prepared, name)
+        sizes = {output.uri: output.manifest.size_of(name.partition("/")[2]) for output in outputs}
         for number, (_, shard, inside) in enumerate(shards_with_indices(shards, removed.get(name, []))):
-            if targets := tuple(filter(None, (output.target(name, number) for output in outputs))):
-                of_shard = frozenset(inside)
-                tasks.append(ShardTask(number=number, folder=folder, shard=shard, removed=of_shard, targets=targets))
+            targets = {output.uri: sizes[output.uri] for output in outputs if output.lacks(name, number)}
+            if targets:
+                gone = frozenset(inside)
+                tasks.append(
+                    ShardTask(prepared=prepared, name=name, number=number, shard=shard, removed=gone, targets=targets)
+                )
     return tasks
 
 
-def _encode_as_rank(
-    plan: _Plan,
-    counters: "_Counters",
-    encode_tasks: Callable[[Iterator[ShardTask]], Iterator[EncodedShard]],
-    progress: bool,
-) -> None:
-    """Encode shards in this process; it takes them from those that all ranks share."""
-
-    def taken() -> Iterator[ShardTask]:
-        while (number := counters.add("taken", 1) - 1) < len(plan.tasks) and not counters.add("failed", 0):
-            yield plan.tasks[number]
-
-    with _progress(plan, counters, shown=progress) as count:
-        try:
-            for shard in encode_tasks(taken()):
-                count(shard)
-        except BaseException:
-            with contextlib.suppress(Exception):  # The store may be gone, which is not to hide the failure.
-                counters.add("failed", 1)
-            raise
+def _taken(tasks: Sequence[ShardTask], counters: "_Counters") -> Iterator[ShardTask]:
+    """Take tasks from those that all ranks share, until there are none, or a rank has failed."""
+    while (number := counters.add("taken", 1) - 1) < len(tasks) and not counters.add("failed", 0):
+        yield tasks[number]
 
 
-def _encode_by_workers(
-    plan: _Plan, counters: "_Counters", workers: Workers, load: Load, progress: bool, *, device: str, num_workers: int
-) -> None:
-    """Encode shards in other processes."""
+def _encoded_by_workers(
+    plan: _Plan, workers: Workers, load: Load, device: str, num_workers: int
+) -> Iterator[EncodedShard]:
+    """Encode shards in other processes, on a kind of device."""
     size = max(1, min(_SHARDS_PER_TASK, len(plan.tasks) // 64))
     tasks = [plan.tasks[start : start + size] for start in range(0, len(plan.tasks), size)]
-    kind = device.partition(":")[0]
-    make = partial(_load_encoder, load, plan.settings, kind, num_workers)
-    with _progress(plan, counters, shown=progress) as count:
-        for shards in run(workers, make, tasks, num_gpus=1.0 if kind == "cuda" else 0.0, describe=_describe):
-            for shard in shards:
-                count(shard)
+    settings, num_gpus = plan.settings, 1.0 if device == "cuda" else 0.0
+
+    def make() -> Callable[[list[ShardTask]], list[EncodedShard]]:
+        models = load()
+        return lambda tasks: list(encode_shards(tasks, models, settings, device=device, num_workers=num_workers))
+
+    yield from itertools.chain.from_iterable(run(workers, make, tasks, num_gpus=num_gpus, describe=_describe))
 
 
 def _describe(tasks: Sequence[ShardTask]) -> str:
     return " or ".join(shown(join(one.folder, one.shard.stored.name)) for one in tasks)
-
-
-def _load_encoder(
-    load: Load, settings: EncodingSettings, device: str, num_workers: int
-) -> Callable[[list[ShardTask]], list[EncodedShard]]:
-    """Load the networks of a worker; return what does its tasks."""
-    models = load()
-    return lambda tasks: list(encode_shards(tasks, models, settings, device=device, num_workers=num_workers))
 
 
 class _Counters:
@@ -226,33 +282,30 @@ class _Counters:
         return self._values[name]
 
 
-@contextlib.contextmanager
-def _progress(plan: _Plan, counters: _Counters, *, shown: bool) -> Iterator[Callable[[EncodedShard], None]]:
-    """Count encoded shards.
-
-    Yields:
-        A function that counts a shard, and raises a DataError if too many images are damaged.
-    """
+def _count(shards: Iterator[EncodedShard], plan: _Plan, counters: _Counters, progress: bool) -> None:
+    """Count shards as they are encoded; a DataError if too many images are damaged."""
     before = max(output.num_damaged for output in plan.outputs)
     num_samples = max(output.num_samples for output in plan.outputs)
     total = sum(task.shard.num_samples for task in plan.tasks)
-    with progress_bar("encoding", total, shown=shown) as bar:
-
-        def count(shard: EncodedShard) -> None:
-            for what in shard.damaged:
-                num_damaged = before + counters.add("damaged", 1)
-                logger.warning("%s; it is marked as damaged (%d of %d so far)", what, num_damaged, num_samples)
-                if num_damaged > max_damaged(num_samples):
-                    raise DataError(
-                        f"{num_damaged} of {num_samples} images are damaged (at most {MAX_DAMAGED} or "
-                        f"{MAX_DAMAGED_FRACTION:.1%} may be), the last: {what}. Check the disk, and copy or prepare "
-                        "the data set again"
-                    )
-            counters.add("captions", shard.num_captions)
-            counters.add("full", shard.num_full)
-            bar.update(counters.add("images", shard.num_samples) - bar.n)
-
-        yield count
+    try:
+        with progress_bar("encoding", total, shown=progress) as bar:
+            for shard in shards:
+                for what in shard.damaged:
+                    num_damaged = before + counters.add("damaged", 1)
+                    logger.warning("%s; it is marked as damaged (%d of %d so far)", what, num_damaged, num_samples)
+                    if num_damaged > max_bad(num_samples):
+                        raise DataError(
+                            f"{num_damaged} of {num_samples} images are damaged (at most {MAX_BAD_IMAGES} or "
+                            f"{MAX_BAD_FRACTION:.1%} may be), the last: {what}. Check the disk, and copy or prepare "
+                            "the data set again"
+                        )
+                counters.add("captions", shard.num_captions)
+                counters.add("full", shard.num_full)
+                bar.update(counters.add("images", shard.num_samples) - bar.n)
+    except BaseException:
+        with contextlib.suppress(Exception):  # The store may be gone, which is not to hide the failure.
+            counters.add("failed", 1)
+        raise
 
 
 def _finish(prepared: str, outputs: Sequence[Output], counters: _Counters) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from diffusion import storage
 from diffusion.config.data import ImageSize
+from diffusion.datasets.bad_images import max_bad
 from diffusion.datasets.encoded import EncodedManifest
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
@@ -31,8 +32,25 @@ CHANGING = frozenset({"source", "counts", "sizes"})
 _ALLOWED = (data_set.POSITIONS, data_set.REMOVED, data_set.WRITER, data_set.WORK, "lost+found")
 """Names that a folder may hold before anything is encoded."""
 
-MAX_DAMAGED = 10
-MAX_DAMAGED_FRACTION = 0.001
+
+@dataclass(frozen=True, kw_only=True)
+class EncodingSettings:
+    """Settings that determine the encoded shards."""
+
+    batch_size: int
+    """Images of a forward pass."""
+    precision: str
+    """`fp32` or `bf16`."""
+    mean_only: bool
+    """Leave the log-variance out."""
+    max_shard_bytes: int
+    """Size above which a shard is cut into several."""
+    scores: tuple[str, ...] = ()
+    """Names of the scores to store."""
+    removed: frozenset[str] = frozenset()
+    """Hashes of the keys of removed images."""
+    convert_to_srgb: bool = False
+    """Convert images by their colour profile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +81,26 @@ class ShardRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
-    """Where an encoded shard goes."""
+class ShardTask:
+    """A prepared shard to encode."""
 
-    size: ImageSize
-    """Size of its images."""
-    dataset: str
-    """URI of the encoded data set."""
-    folder: str
+    prepared: str
+    """URI of the prepared data set."""
+    name: str
     """`<split>/<bucket>`."""
-    record: str
-    """URI of the file that is written when the shard is there."""
+    number: int
+    """Its number in its folder."""
+    shard: Shard
+    """Its entry in the index."""
+    removed: frozenset[int]
+    """Indices, in the shard, of samples that were removed from the prepared data."""
+    targets: dict[str, ImageSize]
+    """URIs of the encoded data sets that lack it, and the size of its images there."""
+
+    @property
+    def folder(self) -> str:
+        """URI of its MDS folder."""
+        return join(self.prepared, self.name)
 
 
 @dataclass(kw_only=True)
@@ -102,13 +129,9 @@ class Output:
         """Images of the unfinished encoding that cannot be decoded."""
         return sum(len(record.damaged) for records in self.records.values() for record in filter(None, records))
 
-    def target(self, name: str, number: int) -> Target | None:
-        """Return where a prepared shard goes; None if it is encoded already, or not meant for this data set."""
-        if name not in self.records or self.records[name][number]:
-            return None
-        size = self.manifest.size_of(name.partition("/")[2])
-        record = join(self.uri, data_set.RECORDS, _record_name(name, number))
-        return Target(size=size, dataset=self.uri, folder=name, record=record)
+    def lacks(self, name: str, number: int) -> bool:
+        """Check if a prepared shard of a `<split>/<bucket>` is meant for this data set, and not encoded yet."""
+        return name in self.records and self.records[name][number] is None
 
     def open(self, prepared: str) -> None:
         """Look at what the claimed folder holds; say what is encoded there, if a shard is missing.
@@ -126,7 +149,7 @@ class Output:
             self.known = _read_known(self.uri, finished["counts"])
             self._check_same_data(prepared)
         self.records = self._read_records()
-        if self.num_damaged > max_damaged(self.num_samples):  # The damaged ones are encoded again.
+        if self.num_damaged > max_bad(self.num_samples):  # The damaged ones are encoded again.
             for records in self.records.values():
                 records[:] = [record if record and not record.damaged else None for record in records]
         if any(None in records for records in self.records.values()):
@@ -188,7 +211,8 @@ class Output:
             same = len(there) >= len(records)
             for i, (known, shard) in enumerate(zip(records, there, strict=False)):
                 identity = shard_identity(shard)
-                same = same and (known.source == identity or _is_rewritten(shard))
+                is_rewritten = ".r" in shard.raw.name  # As in shard.00003.r1.mds: samples were erased.
+                same = same and (known.source == identity or is_rewritten)
                 is_last = i == len(records) - 1
                 # The keys are read of a rewritten shard, once, and where there are no hashes of a folder's last one.
                 if same and (known.source != identity or (is_last and not shard.raw.hashes)):
@@ -224,18 +248,14 @@ class Output:
 
         records: dict[str, list[ShardRecord | None]] = {}
         for name, listed in self.folders.items():
-            shards = [(_record_name(name, number), shard) for number, shard in enumerate(listed)]
+            shards = [(record_name(name, number), shard) for number, shard in enumerate(listed)]
             known = self.known.get(name, [])
             records[name] = [*known, *storage.concurrent_map(read, shards[len(known) :])]
         return records
 
 
-def max_damaged(num_samples: int) -> float:
-    """Return how many images of a data set may be damaged before its encoding ends."""
-    return max(MAX_DAMAGED, MAX_DAMAGED_FRACTION * num_samples)
-
-
-def _record_name(name: str, number: int) -> str:
+def record_name(name: str, number: int) -> str:
+    """Name the file of the record of a prepared shard."""
     return f"{name.replace('/', '.')}.{number:06}.json"
 
 
@@ -267,11 +287,6 @@ def shard_identity(shard: Shard) -> str:
     """Return a hash of a shard's size, samples and hashes: equal for equal content."""
     content = [shard.num_samples, shard.raw.num_bytes, shard.raw.hashes]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _is_rewritten(shard: Shard) -> bool:
-    """Return whether samples of a shard were removed: it has a name such as `shard.00003.r1.mds`."""
-    return ".r" in shard.raw.name
 
 
 def _read_json(uri: str) -> dict[str, Any]:

@@ -27,12 +27,12 @@ from diffusion.datasets.images import UndecodableImageError, decode_rgb
 from diffusion.datasets.loader import BatchLoader
 from diffusion.datasets.transforms import ImageTransform, Placement
 from diffusion.errors import DataError
+from diffusion.formats.data_set import RECORDS
 from diffusion.formats.shards import SampleDecoder, ShardFormat, encode_sample, encode_shard, read_shard, shard_name
 from diffusion.launch import end_with_parent
 from diffusion.models.tokenizers import num_full
 from diffusion.preparation.encoding.models import Encoded, Encoder, EncodingModels
-from diffusion.preparation.encoding.output import ShardRecord, Target, shard_identity
-from diffusion.preparation.encoding.plan import EncodingSettings, ShardTask
+from diffusion.preparation.encoding.output import EncodingSettings, ShardRecord, ShardTask, record_name, shard_identity
 from diffusion.preparation.metadata import removal_hash
 from diffusion.preparation.positions import write_keys
 from diffusion.storage import join, shown
@@ -153,7 +153,7 @@ class _DecodedImages(Dataset):
         task = piece.task
         wanted = (*_COLUMNS, "metadata") if self._scores else _COLUMNS
         decode_sample = SampleDecoder(task.shard.format, wanted)
-        transforms = {size: ImageTransform(size=size) for size in task.sizes}
+        transforms = {size: ImageTransform(size=size) for size in task.targets.values()}
         images: dict[ImageSize, list[np.ndarray]] = {size: [] for size in transforms}
         placements: dict[ImageSize, list[Placement]] = {size: [] for size in transforms}
         token_ids, scores, keys, removed = [], [], [], []
@@ -230,28 +230,28 @@ class _Assembler:
         shard.removed += [batch.start + i for i in batch.removed]
         if shard.num_samples < batch.task.shard.num_samples:
             return []
-        for target in shard.task.targets:
-            self._write(shard, target)
+        for dataset, size in shard.task.targets.items():
+            self._write(shard, dataset, size)
         return [EncodedShard(shard.num_samples, list(shard.damaged.values()), shard.num_captions, shard.num_full)]
 
-    def _write(self, shard: "_Shard", target: Target) -> None:
+    def _write(self, shard: "_Shard", dataset: str, size: ImageSize) -> None:
         """Write a whole shard to a data set, and then its record."""
-        shards, samples, written = self._format(target.size), shard.samples[target.size], []
+        task, shards, samples, written = shard.task, self._format(size), shard.samples[size], []
         cuts = _cut([4 + len(sample) for sample in samples], self._settings.max_shard_bytes - shards.num_bytes(0))
         for part, (start, end) in enumerate(itertools.pairwise([0, *cuts])):
-            name = shard_name(shard.task.number, part=part)
+            name = shard_name(task.number, part=part)
             content, one = encode_shard(samples[start:end], name, shards)
-            storage.write(join(target.dataset, target.folder, name), content)
-            write_keys(target.dataset, target.folder, one, shard.keys[start:end])
+            storage.write(join(dataset, task.name, name), content)
+            write_keys(dataset, task.name, one, shard.keys[start:end])
             written.append(one)
         record = ShardRecord(
-            source=shard_identity(shard.task.shard),
+            source=shard_identity(task.shard),
             samples=shard.num_samples,
             shards=written,
             damaged=sorted(shard.damaged),
             removed_samples=shard.removed,
         )
-        record.write(target.record)
+        record.write(join(dataset, RECORDS, record_name(task.name, task.number)))
 
     def _format(self, size: ImageSize) -> ShardFormat:
         if size not in self._formats:

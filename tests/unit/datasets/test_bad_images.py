@@ -144,7 +144,7 @@ def test_marks_that_may_not_be_read_are_an_error(tmp_path: Path, monkeypatch: py
     access = Access(endpoint_url=server.url)
     location = StreamLocation(name="a", remote="s3://bucket/data/train/a", local=str(tmp_path), access=access)
     try:
-        assert find_manifest(location.source, access) is None
+        assert find_manifest(location) is None
         with pytest.raises(DataError, match="s3:ListBucket"):
             find_substitutes(location, 20)
     finally:

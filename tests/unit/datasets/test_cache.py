@@ -28,6 +28,7 @@ from diffusion.datasets.dataset import TrainingDataset
 from diffusion.datasets.loader import BatchLoader, train_loader, validation_dataset
 from diffusion.datasets.streams import StreamLocation
 from diffusion.errors import DataError, MachineError
+from diffusion.formats import shards as shards_module
 from diffusion.formats.shards import read_shards, write_index
 from tests.tools.waiting import wait_until
 from tests.tools.written_data import TEXT, data_config, encoded_sample, tokenize, write_encoded, write_prepared
@@ -121,7 +122,9 @@ def test_a_damaged_compressed_shard_in_the_cache_is_fetched_again(tmp_path: Path
 
 
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO])
-@pytest.mark.parametrize(("owner", "function"), [(os, "pread"), (cache, "hash_file"), (LocalFileSystem, "get_file")])
+@pytest.mark.parametrize(
+    ("owner", "function"), [(os, "pread"), (shards_module, "hash_file"), (LocalFileSystem, "get_file")]
+)
 def test_a_failure_of_a_network_file_system_that_passes_is_bridged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, owner: Any, function: str
 ) -> None:
@@ -141,7 +144,7 @@ def test_a_failure_of_a_network_file_system_that_passes_is_bridged(
     monkeypatch.setattr(owner, function, fail_twice)
     if owner is LocalFileSystem:
         (tmp_path / "cache" / "shard.00000.mds").unlink()
-    elif owner is cache:
+    elif owner is shards_module:
         shards = StreamShards(StreamLocation(name="a", remote=None, local=str(root / "a")))
     assert shards.read(3)["latent_mean"].shape == (4, 4, 4)
     assert len(calls) > 2
@@ -219,6 +222,13 @@ def move_offset(root: Path) -> Path:
     return shard
 
 
+def truncate(root: Path) -> Path:
+    """Cut a shard off after 100 bytes, and return it."""
+    shard = root / "a" / "shard.00001.mds"
+    shard.write_bytes(shard.read_bytes()[:100])
+    return shard
+
+
 def test_zeros_within_an_image_of_an_original_end_the_epoch(tmp_path: Path) -> None:
     root = write_prepared(tmp_path, {"a": 40})
     shard = root / "a" / "shard.00001.mds"
@@ -241,7 +251,7 @@ def test_damaged_latents_of_an_original_end_the_epoch(tmp_path: Path, damage: An
 
 
 @pytest.mark.parametrize("validate_hash", [None, "xxh64"])
-@pytest.mark.parametrize("damage", [flip_bits, move_offset])
+@pytest.mark.parametrize("damage", [flip_bits, move_offset, truncate])
 def test_a_damaged_shard_in_the_cache_is_fetched_again(tmp_path: Path, damage: Any, validate_hash: str | None) -> None:
     remote = write_encoded(tmp_path / "remote", {"a": 40})
     for name in ("whole", "damaged"):
@@ -272,14 +282,14 @@ def test_a_shard_is_hashed_once_in_a_start(tmp_path: Path, monkeypatch: pytest.M
     root, log = write_encoded(tmp_path / "set", {"a": 200}), tmp_path / "hashed"
     if is_cache:
         shutil.copytree(root, tmp_path / "cache")
-    hash_file = cache.hash_file
+    hash_file = shards_module.hash_file
 
     def note(path: Path, kind: str) -> str:
         with log.open("a") as file:
             file.write(f"{path.name}\n")
         return hash_file(path, kind)
 
-    monkeypatch.setattr(cache, "hash_file", note)
+    monkeypatch.setattr(shards_module, "hash_file", note)
     for start in (1, 2):
         options: dict[str, Any] = {"remote": root} if is_cache else {}
         folder = tmp_path / "cache" if is_cache else root
@@ -440,8 +450,7 @@ def test_jobs_share_a_cache_and_one_that_is_killed_leaves_it_whole(tmp_path: Pat
     remote = write_encoded(tmp_path / "remote", {"a": 400})
     loader = open_loader(remote)
     expected = [read(loader)[1:], read(loader)]
-    sizes = [path.stat().st_size for path in (remote / "a").glob("*.mds")]
-    limit = str((remote / "a" / "index.json").stat().st_size + len(sizes) // 2 * max(sizes))
+    limit = str(limit_of(remote, len(list((remote / "a").glob("*.mds"))) // 2))
     folder = tmp_path / "cache"
     jobs = [start(folder, remote, limit, epochs=2), start(folder, remote, limit), start(folder, remote, epochs=2)]
     for job in jobs:

@@ -1,5 +1,6 @@
 import multiprocessing
 import time
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from diffusion.config.data import Crop, ImageSize, Mixing, Representation, Shuffling, StreamConfig, ValidationConfig
-from diffusion.datasets.batch import BatchKey, CollateGroups, collate, split_batch
+from diffusion.datasets.batch import BatchKey, collate, split_batch
 from diffusion.datasets.loader import (
     BatchLoader,
     share_of,
@@ -105,7 +106,7 @@ def test_an_empty_stream_is_refused(tmp_path: Path, mixing: Mixing) -> None:
 
 def test_samples_of_several_shapes_in_one_batch_or_group_are_refused() -> None:
     samples = [{BatchKey.IMAGE: np.zeros((3, 8, size), np.uint8)} for size in (8, 16)]
-    for collate_fn in (collate, CollateGroups(2)):
+    for collate_fn in (collate, partial(collate, group_size=2)):
         with pytest.raises(DataError, match=r"image of the shapes \(3, 8, 8\), \(3, 8, 16\)"):
             collate_fn(samples)
 
@@ -181,18 +182,6 @@ def test_samples_that_never_come_are_warned_about(tmp_path: Path, caplog: pytest
         loader = open_loader(root, "a", **LATENTS, shuffle=Shuffling.none)
     assert "dropped: 2 of 42 of 'a'" in caplog.text
     assert len({tuple(chain.from_iterable(addresses(loader))) for _ in range(3)}) == 1
-
-
-def test_a_repeated_sample_has_another_address_each_time(tmp_path: Path) -> None:
-    root = write_encoded(tmp_path, {"a": 40, "b": 24})
-    streams = [StreamConfig(name="a"), StreamConfig(name="b", repeat=2.5)]
-    loader = open_loader(root, streams=streams, num_workers=2, **LATENTS)
-    for _ in range(2):
-        read = list(chain.from_iterable(addresses(loader)))
-        assert len(set(read)) == len(read) == 96  # 40 + 60, cut
-        occurrences = [(address >> 40) % 2**13 for address in read if address >> 53 == 1]
-        assert occurrences.count(0) == occurrences.count(1) == 24
-        assert set(occurrences) == {0, 1, 2}
 
 
 def test_a_resumption_in_another_order_is_refused(tmp_path: Path) -> None:

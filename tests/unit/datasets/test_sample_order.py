@@ -3,12 +3,12 @@ import time
 import tracemalloc
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from diffusion.config.data import Mixing, legal_world_sizes
+from diffusion.config.data import Mixing, StreamConfig, legal_world_sizes
 from diffusion.datasets.balanced import BalancedSequence, floor_sum, permutation
 from diffusion.datasets.sample_order import (
     NUM_INDEX_BITS,
@@ -19,7 +19,7 @@ from diffusion.datasets.sample_order import (
     RankOrder,
     Slots,
     StreamShape,
-    draws_per_stream,
+    stream_shapes,
 )
 from diffusion.errors import ConfigurationError
 
@@ -227,12 +227,19 @@ def test_an_occurrence_is_how_often_the_sample_came_before():
     assert wrong == 0
 
 
-def test_draws_by_proportion_and_repeat():
-    assert draws_per_stream([40, 24], [None, None], [None, None]) == [40, 24]
-    assert draws_per_stream([40, 24], [0.5, 0.5], [None, None]) == [32, 32]
-    assert draws_per_stream([40, 24], [None, None], [0.25, 2.5]) == [10, 60]
-    assert draws_per_stream([10, 10, 10], [1, 1, 1e-9], [None] * 3) == [15, 15, 0]
-    assert sum(draws_per_stream([101, 57, 3], [0.3, 0.3, 0.4], [None] * 3)) == 161
+@pytest.mark.parametrize(
+    ("sizes", "key", "values", "draws"),
+    [
+        ([40, 24], "repeat", [None, None], [40, 24]),
+        ([40, 24], "proportion", [0.5, 0.5], [32, 32]),
+        ([40, 24], "repeat", [0.25, 2.5], [10, 60]),
+        ([10, 10, 10], "proportion", [1, 1, 1e-9], [15, 15, 0]),
+        ([101, 57, 3], "proportion", [0.3, 0.3, 0.4], [48, 49, 64]),
+    ],
+)
+def test_draws_by_proportion_and_repeat(sizes: list[int], key: str, values: list[float | None], draws: list[int]):
+    streams = [StreamConfig(name="a", **cast("Any", {key: value})) for value in values]
+    assert [one.draws for one in stream_shapes(streams, [np.array([size]) for size in sizes])] == draws
 
 
 def test_tiny_streams_that_are_repeated_a_thousand_times():
@@ -389,7 +396,7 @@ def test_a_node_fetches_little_more_than_its_share_of_the_shards(block: int | No
     epoch = order.epoch(0)
     for stream in range(3):
         pieces = epoch.streams[stream].pieces(5)
-        assert pieces.num_samples.sum() >= epoch.streams[stream]._ends[-1, 5] > 0
+        assert pieces.num_samples.sum() >= epoch.streams[stream].ends[-1, 5] > 0
         assert (pieces.last > pieces.first).all()
         width = 1000 if block is None else 2000
         assert (pieces.last - pieces.first).max() <= 3 * width

@@ -3,7 +3,7 @@ import json
 import runpy
 import shutil
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from streaming.base.format import reader_from_json
 
 from diffusion.config.data import ImageSize, Representation
 from diffusion.datasets.batch import BatchKey
-from diffusion.datasets.encoded import EncodedManifest, check_encoded, read_encoded_manifest
+from diffusion.datasets.encoded import EncodedManifest, check_encoded
 from diffusion.datasets.loader import train_loader
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import ConfigurationError, DataError, MachineError
@@ -27,6 +27,7 @@ from tests.tools.written_data import (
     PREPARED,
     append_prepared,
     data_config,
+    encoded_manifest,
     prepared_sample,
     smooth_image,
     tokenize,
@@ -111,6 +112,16 @@ def test_encoding_keeps_layout_order_and_count(
             np.testing.assert_allclose(sample[name], moment.half().numpy(), rtol=2e-3, atol=1e-4)
         assert sample["token_ids"].dtype == np.int32
         np.testing.assert_array_equal(sample["token_ids"], tokenize([f"{i} 32-64 0", f"{i} 32-64 1"]))
+    assert encoded_manifest(tmp_path / "out/train/32-64") == manifest
+    assert (manifest.vae, manifest.tokenizer, manifest.empty_ids) == ("vae-0", "tokenizer-0", EMPTY_IDS)
+    assert manifest.source == hashlib.sha256((prepared / "manifest.json").read_bytes()).hexdigest()
+    content = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert (content["kind"], content["version"]) == ("encoded", 1)
+    with pytest.raises(DataError, match=r"another version of this package \(format 99"):
+        EncodedManifest.from_json(content | {"version": 99}, "data")
+    with pytest.raises(DataError, match=r"is not encoded data: encode it with scripts/encode.py"):
+        encoded_manifest(prepared / "train/32-64")
+    assert encoded_manifest(tmp_path / "nothing" / "here" / "x") is None
 
 
 def test_workers_do_not_change_a_byte_and_batch_size_rounds_only(prepared: Path, tmp_path: Path) -> None:
@@ -138,21 +149,6 @@ def test_batches_that_wait_hold_few_file_descriptors(tmp_path: Path, monkeypatch
     run(tmp_path / "prepared", tmp_path / "out", batch_size=24, num_workers=1)
     assert [len(batch.keys) for batch in held] == [24]
     assert num_descriptors() - before < 12
-
-
-def test_mean_only(prepared: Path, tmp_path: Path) -> None:
-    manifest = run(prepared, tmp_path / "out", mean_only=True)
-    assert manifest.mean_only
-    assert set(read(tmp_path / "out/train/64-up")[0]) == {"latent_mean", "token_ids", "key", "placement"}
-
-
-def test_the_manifest_says_what_it_was_made_with(prepared: Path, tmp_path: Path) -> None:
-    manifest = run(prepared, tmp_path / "out")
-    assert read_encoded_manifest(str(tmp_path / "out/train/32-64")) == manifest
-    assert (manifest.vae, manifest.tokenizer, manifest.empty_ids) == ("vae-0", "tokenizer-0", EMPTY_IDS)
-    assert manifest.source == hashlib.sha256((prepared / "manifest.json").read_bytes()).hexdigest()
-    content = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert (content["kind"], content["version"]) == ("encoded", 1)
 
 
 def test_the_same_command_continues_where_it_was_stopped(
@@ -284,15 +280,17 @@ def test_latents_read_are_those_of_the_images_read(prepared: Path, tmp_path: Pat
     vae = build_vae()
     assert len(batches[0]) == len(batches[1]) > 0
     for decoded, latents in zip(*batches, strict=True):
-        for key in (BatchKey.SAMPLE, BatchKey.STREAM, BatchKey.TOKEN_IDS):
+        for key in (BatchKey.SAMPLE, BatchKey.STREAM, BatchKey.TOKEN_IDS, BatchKey.PLACEMENT):
             assert torch.equal(decoded[key], latents[key])
         with torch.no_grad():
             mean = vae.encode(decoded[BatchKey.IMAGE] / 127.5 - 1).latent_dist.mean
         torch.testing.assert_close(latents[BatchKey.LATENT_MEAN], mean.half(), rtol=2e-3, atol=1e-4)
 
 
-def test_encoded_data_that_does_not_fit_a_run(prepared: Path, tmp_path: Path) -> None:
+def test_means_only_and_encoded_data_that_does_not_fit_a_run(prepared: Path, tmp_path: Path) -> None:
     manifest = run(prepared, tmp_path / "out", mean_only=True)
+    assert manifest.mean_only
+    assert set(read(tmp_path / "out/train/64-up")[0]) == {"latent_mean", "token_ids", "key", "placement"}
     fitting: dict[str, Any] = {
         "where": "data", "size": ImageSize(RESOLUTION, RESOLUTION), "needs_logvar": False,
         "vae_identity": "vae-0", "tokenizer_identity": "tokenizer-0",
@@ -314,15 +312,6 @@ def test_encoded_data_that_does_not_fit_a_run(prepared: Path, tmp_path: Path) ->
     )
     with pytest.raises(DataError, match="resolution: 32 there, 64 here"):
         train_loader(config, seed=1, tokenize=None)
-
-
-def test_a_manifest_of_another_kind_or_version(prepared: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"is not encoded data: encode it with scripts/encode.py"):
-        read_encoded_manifest(str(prepared / "train/32-64"))
-    content = asdict(run(prepared, tmp_path / "out"))
-    with pytest.raises(DataError, match=r"another version of this package \(format 99"):
-        EncodedManifest.from_json(content | {"version": 99}, "data")
-    assert read_encoded_manifest(str(tmp_path / "nothing" / "here" / "x")) is None
 
 
 @pytest.mark.parametrize(

@@ -80,9 +80,9 @@ def test_captions_of_a_server_are_counted_and_shown(tmp_path):
 SETTINGS = {"filters": {"min_aesthetic": 4.5, "missing": "keep"}, "duplicates": {}}
 
 
-@pytest.fixture
-def counted(tmp_path):
-    return report(tmp_path, *two_parts(), scores=("aesthetic", "language"), **SETTINGS)
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory):
+    return report(tmp_path_factory.mktemp("counted"), *two_parts(), scores=("aesthetic", "language"), **SETTINGS)
 
 
 def test_counts(counted):

@@ -29,6 +29,7 @@ from tests.tools.written_data import TEXT, encoded_sample, smooth_image, write_e
 SIZES = (7, 5, 9, 6, 8)
 TAKEN, DUPLICATE = 9, 20
 """Image that is kept, and one that is rejected as its duplicate."""
+OPTIONS = {"captioner": {}, "scorers": [{"column": "score"}], "shard_mb": 0.01}
 
 
 class StopError(Exception):
@@ -52,7 +53,7 @@ def template(tmp_path_factory):
     source = make_images(tmp_path / "images", range(60))
     data = select_images(str(tmp_path / "out"), source, SIZES, rejected=[DUPLICATE, 22], original=TAKEN, scored=True)
     key = data.key(TAKEN)
-    manifest = data.write(captioner={}, scorers=[{"column": "score"}], shard_mb=0.01)
+    manifest = data.write(**OPTIONS)
     assert manifest.rejected["duplicate"].examples[0].detail == f"of {key}"
     for name in ("report.html", "report.json"):
         (tmp_path / "out" / name).write_text(f"{key} caption of {TAKEN}")
@@ -212,10 +213,9 @@ def test_stopped_at_any_write_and_continued(data, monkeypatch, step):
 
 def test_data_can_grow_after_an_erasure(data):
     take_down(data.out, {data.key(TAKEN)}, erase=True)
-    options = {"captioner": {}, "scorers": [{"column": "score"}], "shard_mb": 0.01}
     before = {name: content for name, content in tree(Path(data.out)).items() if name.endswith(".mds")}
     grown = select_images(data.out, data.source, (6,), before=data, scored=True)
-    assert [one.kept for one in grown.write(**options).generations] == [33, 6]
+    assert [one.kept for one in grown.write(**OPTIONS).generations] == [33, 6]
     now = tree(Path(data.out))
     assert {name: now[name] for name in before} == before
     assert sum(one["key"] == "" for listed in read_samples(data.out).values() for one in listed) == 1
@@ -223,13 +223,10 @@ def test_data_can_grow_after_an_erasure(data):
 
 @pytest.mark.parametrize("number", [TAKEN, 37])
 def test_data_that_is_being_added_to(data, monkeypatch, number):
-    options = {"captioner": {}, "scorers": [{"column": "score"}], "shard_mb": 0.01}
     grown = select_images(data.out, data.source, (6,), before=data, scored=True)
-    original = PreparedManifest.write
-    monkeypatch.setattr(PreparedManifest, "write", lambda *_: (_ for _ in ()).throw(StopError))
-    with pytest.raises(StopError):
-        grown.write(**options)
-    monkeypatch.setattr(PreparedManifest, "write", original)
+    with monkeypatch.context() as patch, pytest.raises(StopError):
+        patch.setattr(PreparedManifest, "write", stop)
+        grown.write(**OPTIONS)
     assert files_with(data.out, *needles(data, number))
     take_down(data.out, {data.key(number)}, erase=True)
     assert files_with(data.out, *needles(data, number)) == set()
@@ -255,7 +252,7 @@ def test_an_unfinished_growth_stays_where_nothing_is_removed_anew(data, tmp_path
     grown = select_images(data.out, data.source, (6,), before=data, scored=True)
     with monkeypatch.context() as patch, pytest.raises(StopError):
         patch.setattr(PreparedManifest, "write", stop)
-        grown.write(captioner={}, scorers=[{"column": "score"}], shard_mb=0.01)
+        grown.write(**OPTIONS)
     storage.write_json(f"{latents}/work.partial/shards/train.32-up.000001.json", {})
     before = tree(tmp_path)
     take_down(data.out, removed, derived=[str(latents)])
@@ -271,7 +268,7 @@ def test_a_removed_image_that_is_selected_is_not_written(data):
     reasons = pa.array(["removed", *[""] * 5])
     pq.write_table(rows.set_column(rows.schema.get_field_index("reason"), "reason", reasons), path)
     with pytest.raises(DataError, match="000005"):
-        data.write(captioner={}, scorers=[{"column": "score"}], shard_mb=0.01)
+        data.write(**OPTIONS)
 
 
 def test_encoded_data(tmp_path):

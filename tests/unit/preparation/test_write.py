@@ -1,4 +1,5 @@
 import itertools
+import json
 import shutil
 from pathlib import Path
 
@@ -47,6 +48,8 @@ def test_samples_are_the_selected_images(tmp_path):
     } == {place: len(listed) for place, listed in read_samples(data.out).items()}
     assert list(manifest.splits) == ["train", "validation"]
     assert PreparedManifest.read(data.out) == manifest
+    stored = json.loads(Path(data.out, "manifest.json").read_text())
+    assert (stored["version"], stored["kind"]) == (2, "prepared")
 
 
 def test_shards_are_as_long_as_they_may_be(tmp_path):
