@@ -245,7 +245,7 @@ def preview(config: PrepareConfig, number: int) -> Selection:
             for i, partition in enumerate(partitions):
                 partition = replace(partition, number=len(scanned), source=index)
                 few = math.ceil(left / (len(partitions) - i))
-                left -= scanner(ScanTask(source, partition, limit=few)).num_images
+                left -= scanner(ScanTask(source, partition, limit=few))[0]
                 scanned.append(partition)
         if not scanned:
             raise DataError(f"the sources hold no images: {', '.join(source.path for source in sources)}")
