@@ -477,7 +477,7 @@ class ScanTask:
 
 
 _READ, _MEASURED = "r", "m"
-"""What a trace says of an image."""
+"""States of an image in a trace."""
 
 _MAX_DEADLY = 10
 """Images of a partition at which a worker may die; then the rest of it is rejected."""

@@ -69,7 +69,7 @@ def _encode(folder: Path, name: str, num: int, model) -> None:
         )
     shape = ",".join(map(str, samples[0]["latent_mean"].shape))
     columns = dict.fromkeys(("latent_mean", "latent_logvar"), f"ndarray:float16:{shape}") | TEXT
-    write_mds(folder, columns, samples, shard_bytes=2**20)
+    write_mds(folder, columns, samples, size_limit=2**20)
 
 
 def _write_manifest(root: Path, **identities) -> None:
