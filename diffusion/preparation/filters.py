@@ -171,17 +171,17 @@ def build_rules(config: FiltersConfig, column: ColumnSql) -> list[Rule]:
         ("aesthetic", ConditionConfig(column=config.aesthetic_column, min=config.min_aesthetic)),
         *((f"condition_{one.column}", one) for one in config.conditions),
     ):
-        if condition.min is None and condition.max is None and condition.one_of is None:
+        if condition.min is None and condition.max is None and not condition.one_of:
             continue
         value = column(condition.column)
         if config.missing is Missing.reject and condition.column not in present:
             present.add(condition.column)
             missing = literal(f"no {condition.column}")
             rules.append(Rule(f"missing_{condition.column}", f"{value} IS NULL", missing))
-        if condition.one_of is None:
-            rules.append(_number_rule(name, value, condition))
-        else:
+        if condition.one_of:
             rules.append(_text_rule(name, value, condition.one_of, any_case=name in ("licence", "language")))
+        else:
+            rules.append(_number_rule(name, value, condition))
     return _with_distinct_names(rules)
 
 
