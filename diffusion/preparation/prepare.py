@@ -220,7 +220,7 @@ def explain_selection(config: PrepareConfig) -> str:
     check_sections(config)
     costs = explain(config.out, config, Scan.read(config.out))
     rows = [("condition", "rejects alone", "rejects first", "remaining")]
-    rows += [(one.condition or "scan", str(one.alone), str(one.first), str(one.remaining)) for one in costs]
+    rows += [(condition or "scan", *map(str, numbers)) for condition, *numbers in costs]
     return "\n".join(text_table(rows))
 
 
