@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,8 @@ import xxhash
 from diffusion.formats.data_set import METADATA, SCORES
 from diffusion.preparation.layout import SCHEMA, part_name
 from diffusion.preparation.records import Partition
-
-
-@dataclass(frozen=True)
-class NamedSource:
-    name: str
-
-
-@dataclass(frozen=True)
-class FakeScan:
-    """What select needs to know of a scan."""
-
-    sources: Sequence[NamedSource]
-    partitions: Sequence[Partition]
-    settings: Mapping[str, Any] = field(default_factory=dict)
+from diffusion.preparation.scan import Scan
+from tests.tools.scored_data import ToySource
 
 
 def image(number: int, **given: Any) -> dict[str, Any]:
@@ -68,12 +55,12 @@ def write_part(out: str | Path, number: int, rows: Sequence[Mapping[str, Any]], 
         pq.write_table(pa.table(columns), path)
 
 
-def scan_of(*generations: int, sources: Sequence[int] | None = None) -> Any:
+def scan_of(*generations: int, sources: Sequence[int] | None = None) -> Scan:
     """A scan with partitions 0, 1, ... of some generations, and of some sources: s, s1, s2, ..."""
     of = sources or [0] * len(generations)
-    names = [NamedSource(f"s{i or ''}") for i in range(max(of, default=0) + 1)]
+    named: list[Any] = [ToySource("", f"s{i or ''}") for i in range(max(of, default=0) + 1)]
     partitions = [
         Partition(number=i, source=source, generation=generation)
         for i, (generation, source) in enumerate(zip(generations, of, strict=True))
     ]
-    return FakeScan(names, partitions)
+    return Scan(named, partitions)

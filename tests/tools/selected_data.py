@@ -17,6 +17,7 @@ from diffusion.preparation.records import Location, Partition
 from diffusion.preparation.scan import Scan
 from diffusion.preparation.write import write
 from tests.tools.image_files import noise
+from tests.tools.metadata_parts import image
 
 KEPT = pa.schema(
     {
@@ -196,21 +197,9 @@ def _example(data: SelectedData, part: int, row: int, of_part: int, of_row: int,
 def _metadata(data: SelectedData, number: int) -> dict[str, Any]:
     content = Path(data.source.path, f"{number:04}.png").read_bytes()
     width, height = (24, 32) if number % 3 == 0 else (32, 24)
-    return {
-        "key": data.key(number),
-        "key_hash": xxhash.xxh3_64_intdigest(data.key(number)),
-        "file": f"{number:04}.png",
-        "version": "1",
-        "bytes": len(content),
-        "format": "png",
-        "width": width,
-        "height": height,
-        "xxh128": xxhash.xxh3_128_hexdigest(content),
-        "captions": [f"caption of {number}"],
-        "metadata": f'{{"number": {number}}}',
-        "reason": "",
-        "detail": "",
-    }
+    measured = {"bytes": len(content), "width": width, "height": height, "xxh128": xxhash.xxh3_128_hexdigest(content)}
+    file, captions = f"{number:04}.png", [f"caption of {number}"]
+    return image(number, key=data.key(number), file=file, captions=captions, metadata={"number": number}, **measured)
 
 
 def _place(number: int) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class TestFolder:
         assert bare(records) == [(f"set/{name}", IMAGE + name.encode(), [name], {}) for name in order]
         assert read(root) == records
 
-    def test_refusals(self, tmp_path):
+    def test_rejected_captions(self, tmp_path):
         for name, caption in {"a": b" \n\t", "b": b"caf\xe9", "c": b"good", "d": None, "e": b"\xff\xfeh\0i\0"}.items():
             (tmp_path / f"{name}.png").write_bytes(b"")
             if caption is not None:
@@ -98,7 +98,7 @@ class TestFolder:
         assert reasons(items) == [["one, and", "two"], "invalid_utf8", "empty_caption"]
         assert items[0].metadata == {"licence": "CC0"}
 
-    def test_a_column_without_a_name_is_passed_over(self, tmp_path):
+    def test_a_column_without_a_name_is_skipped(self, tmp_path):
         (tmp_path / "a.png").write_bytes(IMAGE)
         (tmp_path / "captions.csv").write_text(",file,caption\n0,a.png,one\n")
         assert bare(read(tmp_path)) == [(f"{tmp_path.name}/a.png", IMAGE, ["one"], {})]
@@ -122,7 +122,7 @@ class TestFolder:
         assert (list(found.new), list(found.gone)) == ([], [])
         assert [json.loads(item)["file"] for one in found.changed for item in one.items] == ["b.png"]
 
-    def test_files_that_are_not_read_are_told(self, tmp_path):
+    def test_files_that_are_not_read_are_rejected(self, tmp_path):
         described = ("a.heic", "b", "c.svg", "d.jpg", "sub/e.TGA")
         (tmp_path / "sub").mkdir()
         for name in (*described, "d.npz", "alone.heic", "README.md"):
@@ -146,7 +146,7 @@ class TestFolder:
         assert [item.key for item in open_source(tmp_path).scan(new)] == [f"{root}/a.png"]
         assert (list(found.gone), list(found.changed)) == ([], []), "what was rejected is no change"
 
-    def test_captions_that_are_no_text_are_told(self, tmp_path):
+    def test_captions_that_are_no_text_are_rejected(self, tmp_path):
         lines = [{"file_name": f"{number}.png", "text": text} for number, text in enumerate([5, None, [], {"a": 1}])]
         for line in lines:
             (tmp_path / line["file_name"]).write_bytes(IMAGE)
@@ -160,7 +160,7 @@ class TestFolder:
             "no text: {'a': 1}",
         ]
 
-    def test_pipes_and_giant_files_are_refused(self, tmp_path):
+    def test_pipes_and_giant_files_are_rejected(self, tmp_path):
         for name in ("pipe.png", "giant.png", "a.png", "b.png"):
             (tmp_path / name).with_suffix(".txt").write_text("x")
         os.mkfifo(tmp_path / "pipe.png")
@@ -476,9 +476,9 @@ class TestWebDataset:
         items = read(tmp_path)
         kept = [item.key.split("/")[1:] for item in items if isinstance(item, Record)]
         assert kept == [["0.tar", "000"], ["0.tar", "001"], *(["1.tar", f"00{index}"] for index in range(5))]
-        refused = [item for item in items if isinstance(item, Rejected)]
-        assert [item.reason for item in refused] == [Reason.DAMAGED_FILE] * 3
-        assert [item.key.rpartition("/")[2] for item in refused] == ["0.tar", "2.tar", "3.tar"]
+        rejected = [item for item in items if isinstance(item, Rejected)]
+        assert [item.reason for item in rejected] == [Reason.DAMAGED_FILE] * 3
+        assert [item.key.rpartition("/")[2] for item in rejected] == ["0.tar", "2.tar", "3.tar"]
 
     @pytest.mark.parametrize(
         ("damage", "detail"),
@@ -501,10 +501,10 @@ class TestWebDataset:
         damaged = damage(content, content.index(b"3.png"))
         num_whole = 5 if len(damaged) > len(content) else 3
         tar.write_bytes(compress(damaged))
-        *records, refused = read(tar)
+        *records, rejected = read(tar)
         assert [item.key for item in records if isinstance(item, Record)] == [f"x.tar/{i}" for i in range(num_whole)]
-        assert isinstance(refused, Rejected) and refused.reason is Reason.DAMAGED_FILE
-        assert detail in refused.detail
+        assert isinstance(rejected, Rejected) and rejected.reason is Reason.DAMAGED_FILE
+        assert detail in rejected.detail
 
     def test_what_other_tools_write_is_whole(self, tmp_path):
         tar = write_tar(tmp_path / "x.tar", sample("0", IMAGE, b"x"))
