@@ -137,7 +137,7 @@ def preview_text(selection: "Selection") -> str:
     for name, counts in selection.sources.items():
         rows.append((name, str(sum(counts.values())), str(counts.get("", 0)), "", ""))
         rows += [("", "", "", reason, str(count)) for reason, count in sorted(counts.items()) if reason]
-    folders = [("split / bucket", "images"), *((k, str(v.images)) for k, v in selection.places.items())]
+    folders = [("split / bucket", "images"), *((k, str(v["images"])) for k, v in selection.places.items())]
     lines = [*text_table(rows), "", *text_table(folders)]
     lines += [f"  {reason}: {one.key} ({one.detail or reason})" for reason, (one, *_) in selection.examples.items()]
     return "\n".join(map(printable, lines))

@@ -98,6 +98,14 @@ class ConditionConfig:
     one_of: list[Any] | None = None
     """The values that are kept; texts are compared as they are."""
 
+    def problems(self, key: str) -> Iterator[str]:
+        """Describe a condition without a column, or without limits or values that can be kept."""
+        if self.column in ("", MISSING):
+            yield f"{key}.column is missing: give a measure, a score or a key of the metadata"
+        elif (self.min is None and self.max is None) == (not self.one_of):
+            yield f"{key} on '{self.column}': give one_of, or min and max or one of them"
+        yield from _order_problems(f"{key}.min", self.min, f"{key}.max", self.max)
+
 
 @dataclass(kw_only=True)
 class FiltersConfig:
@@ -150,6 +158,24 @@ class FiltersConfig:
 
     missing: Missing = Missing.reject
     """An image without the value that a filter looks at: rejected for the reason `missing_COLUMN`, or kept."""
+
+    def problems(self, key: str) -> Iterator[str]:
+        """Describe conditions that no image passes, or that lack a part."""
+        for unit in ("characters", "words"):
+            low, high = f"min_caption_{unit}", f"max_caption_{unit}"
+            yield from _order_problems(f"{key}.{low}", getattr(self, low), f"{key}.{high}", getattr(self, high))
+        if not all(word.strip() for word in self.keywords):
+            yield f"{key}.keywords holds an empty text, which is in every caption; remove it"
+        if self.keyword_columns and not self.keywords:
+            yield f"{key}.keyword_columns are given, but {key}.keywords are not; give both"
+        for name in ("licences", "languages"):
+            if getattr(self, name) == []:
+                yield f"{key}.{name} is an empty list, which no image passes; give some, or null"
+
+
+def _order_problems(low_key: str, low: float | None, high_key: str, high: float | None) -> Iterator[str]:
+    if low is not None and high is not None and low > high:
+        yield f"{low_key} is {low} and {high_key} is {high}: no image passes both"
 
 
 @dataclass(kw_only=True)

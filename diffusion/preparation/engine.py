@@ -103,21 +103,16 @@ def run(
             lacks the resources. What tasks have written stays.
     """
     if workers.engine is Engine.ray:
-        return _run_by_ray(workers, make, tasks, num_gpus)
-    if workers.number == 1:
-        return _run_here(make, tasks, describe)
-    return _run_by_processes(workers.number, make, tasks, num_gpus, describe, on_death)
-
-
-def _run_here(
-    make: Callable[[], Callable[[Task], Result]], tasks: Iterable[Task], describe: Callable[[Task], str] | None
-) -> Iterator[Result]:
-    function = make()
-    for task in tasks:
-        try:
-            yield function(task)
-        except MemoryError as error:
-            raise death_error(task, describe) from error
+        yield from _run_by_ray(workers, make, tasks, num_gpus)
+    elif workers.number > 1:
+        yield from _run_by_processes(workers.number, make, tasks, num_gpus, describe, on_death)
+    else:
+        function = make()
+        for task in tasks:
+            try:
+                yield function(task)
+            except MemoryError as error:
+                raise death_error(task, describe) from error
 
 
 def death_error(task: Task, describe: Callable[[Task], str] | None) -> MachineError:
@@ -167,7 +162,15 @@ class _Process:
     def __init__(self, make: bytes, gpus: str) -> None:
         self.tasks: deque[bytes] = deque()
         self.gpus = gpus
-        self.connection, self._process = _start_process(gpus)
+        self.connection, theirs = Pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"from diffusion.preparation.engine import _serve; _serve({theirs.fileno()})"],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": gpus},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the parent, which ends its workers.
+        )
+        theirs.close()
         with contextlib.suppress(ConnectionError):  # It has died, as its pipe will say.
             self.connection.send((sys.path, make))
 
@@ -231,20 +234,6 @@ def _run_by_processes(
     finally:
         for process in processes:
             process.end()
-
-
-def _start_process(gpus: str) -> tuple[Connection, subprocess.Popen[bytes]]:
-    ours, theirs = Pipe()
-    program = f"from diffusion.preparation.engine import _serve; _serve({theirs.fileno()})"
-    process = subprocess.Popen(
-        [sys.executable, "-c", program],
-        pass_fds=[theirs.fileno()],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": gpus},
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is for the parent, which ends its workers.
-    )
-    theirs.close()
-    return ours, process
 
 
 @contextlib.contextmanager

@@ -14,25 +14,12 @@ if TYPE_CHECKING:
     from diffusion.preparation.scan import Scan
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """Images that a condition rejects."""
-
-    condition: str
-    """Reason of the rejections; empty for those of the scan."""
-
-    alone: int
-    """Images that it rejects, whatever the others do."""
-
-    first: int
-    """Images that it is the first to reject."""
-
-    remaining: int
-    """Images that neither it nor one before it rejects."""
-
-
-def explain(out: str, config: PrepareConfig, scan: "Scan") -> list[Cost]:
+def explain(out: str, config: PrepareConfig, scan: "Scan") -> list[tuple[str, int, int, int]]:
     """Count what each condition costs, over the images of all generations; duplicates come after them.
+
+    Returns:
+        The reason of each condition's rejections, empty for those of the scan, and the number of images that it rejects
+        whatever the others do, that it is the first to reject, and that neither it nor one before it rejects.
 
     Raises:
         ConfigurationError: a setting is wrong.
@@ -60,10 +47,7 @@ def explain(out: str, config: PrepareConfig, scan: "Scan") -> list[Cost]:
                 if reason != "":  # Null are those that the scan has rejected.
                     in_turn[reason or ""] += num
     remaining = num_images - np.cumsum(list(in_turn.values()))
-    return [
-        Cost(condition=name, alone=int(count), first=in_turn[name], remaining=int(rest))
-        for name, count, rest in zip(names, alone, remaining, strict=True)
-    ]
+    return list(zip(names, alone.tolist(), in_turn.values(), remaining.tolist(), strict=True))
 
 
 NUM_EXAMPLES = 12

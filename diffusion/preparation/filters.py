@@ -144,11 +144,44 @@ def explained_values(config: PrepareConfig) -> Iterator[None]:
 def build_rules(config: FiltersConfig, column: ColumnSql) -> list[Rule]:
     """Make the rules that a configuration asks for, in the order in which they are applied: the cheap ones first.
 
+    Rules on columns come after one for their missing values, if that is asked for.
+
     Raises:
         ConfigurationError: a limit is out of range or contradicts another.
     """
     raise_all(ConfigurationError, list(section_problems(config, "filters")))
-    rules = [*_size_rules(config), *_caption_rules(config, column), *_column_rules(config, column)]
+    side, ratio = "least(width, height)", "greatest(width, height) / least(width, height)"
+    ranges: list[tuple[str, str, str, float | None, float | None, str]] = [
+        ("shorter_side", side, side, config.min_shorter_side, None, " px"),
+        ("aspect_ratio", ratio, ratio, None, config.max_aspect_ratio, ""),
+    ]
+    words = f"len(regexp_extract_all(caption, '[^{_SPACE}]+'))"
+    for unit, length in (("characters", "length(caption)"), ("words", words)):
+        lengths = f"list_transform(captions, lambda caption: {length})"
+        low, high = getattr(config, f"min_caption_{unit}"), getattr(config, f"max_caption_{unit}")
+        ranges.append((f"caption_{unit}", f"list_min({lengths})", f"list_max({lengths})", low, high, f" {unit}"))
+    rules = [_within(*one) for one in ranges if one[3:5] != (None, None)]
+    if config.keywords:
+        rules.append(_keyword_rule(config.keywords, [(name, column(name)) for name in config.keyword_columns]))
+
+    present = set[str]()
+    for name, condition in (
+        ("licence", ConditionConfig(column=config.licence_column, one_of=config.licences)),
+        ("language", ConditionConfig(column=config.language_column, one_of=config.languages)),
+        ("aesthetic", ConditionConfig(column=config.aesthetic_column, min=config.min_aesthetic)),
+        *((f"condition_{one.column}", one) for one in config.conditions),
+    ):
+        if condition.min is None and condition.max is None and not condition.one_of:
+            continue
+        value = column(condition.column)
+        if config.missing is Missing.reject and condition.column not in present:
+            present.add(condition.column)
+            missing = literal(f"no {condition.column}")
+            rules.append(Rule(f"missing_{condition.column}", f"{value} IS NULL", missing))
+        if condition.one_of:
+            rules.append(_text_rule(name, value, condition.one_of, any_case=name in ("licence", "language")))
+        else:
+            rules.append(_number_rule(name, value, condition))
     return _with_distinct_names(rules)
 
 
@@ -202,30 +235,6 @@ def parse_where(where: str) -> list[str]:
     return names
 
 
-def _size_rules(config: FiltersConfig) -> Iterator[Rule]:
-    if config.min_shorter_side is not None:
-        yield _within("shorter_side", "least(width, height)", config.min_shorter_side, None, " px")
-    if config.max_aspect_ratio is not None:
-        yield _within("aspect_ratio", "greatest(width, height) / least(width, height)", None, config.max_aspect_ratio)
-
-
-def _caption_rules(config: FiltersConfig, column: ColumnSql) -> Iterator[Rule]:
-    words = f"len(regexp_extract_all(caption, '[^{_SPACE}]+'))"
-    for unit, length in (("characters", "length(caption)"), ("words", words)):
-        low, high = getattr(config, f"min_caption_{unit}"), getattr(config, f"max_caption_{unit}")
-        if low is None and high is None:
-            continue
-        _check_order(f"filters.min_caption_{unit}", low, f"filters.max_caption_{unit}", high)
-        lengths = f"list_transform(captions, lambda caption: {length})"
-        yield _within(f"caption_{unit}", f"list_min({lengths})", low, high, f" {unit}", f"list_max({lengths})")
-    if config.keywords:
-        if not all(word.strip() for word in config.keywords):
-            raise ConfigurationError("filters.keywords holds an empty text, which is in every caption; remove it")
-        yield _keyword_rule(config.keywords, [(name, column(name)) for name in config.keyword_columns])
-    elif config.keyword_columns:
-        raise ConfigurationError("filters.keyword_columns are given, but filters.keywords are not; give both")
-
-
 def _keyword_rule(keywords: Sequence[str], columns: Sequence[tuple[str, str]]) -> Rule:
     """Search captions and columns for whole words in either case and Unicode form."""
     words = "|".join(f"[{_SPACE}]+".join(map(re.escape, _composed(word).split())) for word in keywords)
@@ -243,57 +252,10 @@ def _keyword_rule(keywords: Sequence[str], columns: Sequence[tuple[str, str]]) -
     return Rule("keyword", " OR ".join(rejects), f"CASE {' '.join(details)} END")
 
 
-def _column_rules(config: FiltersConfig, column: ColumnSql) -> Iterator[Rule]:
-    """Make the rules on columns, each after the rule for its missing values if that is asked for."""
-    present: set[str] = set()
-    rules = [
-        *_allowed_rules(config, column),
-        *(_condition(i, condition, column) for i, condition in enumerate(config.conditions)),
-    ]
-    for name, rule in rules:
-        if config.missing is not Missing.keep and name not in present:
-            present.add(name)
-            yield Rule(f"missing_{name}", f"{column(name)} IS NULL", literal(f"no {name}"))
-        yield rule
-
-
-def _allowed_rules(config: FiltersConfig, column: ColumnSql) -> Iterator[tuple[str, Rule]]:
-    for rule, key, name, values in (
-        ("licence", "filters.licences", config.licence_column, config.licences),
-        ("language", "filters.languages", config.language_column, config.languages),
-    ):
-        if values is None:
-            continue
-        if not values:
-            raise ConfigurationError(f"{key} is an empty list, which no image passes; give some, or null")
-        text = f"lower(trim(CAST({column(name)} AS VARCHAR), {literal(_TRIMMED)}))"
-        yield name, _one_of(rule, column(name), text, [str(value).strip().lower() for value in values])
-    if config.min_aesthetic is not None:
-        name = config.aesthetic_column
-        yield name, _number_within("aesthetic", name, column(name), config.min_aesthetic, None)
-
-
-def _condition(index: int, condition: ConditionConfig, column: ColumnSql) -> tuple[str, Rule]:
-    key, name = f"filters.conditions.{index}", condition.column
-    if not name or name == "???":
-        raise ConfigurationError(f"{key}.column is missing: give a measure, a score or a key of the metadata")
-    is_limited = condition.min is not None or condition.max is not None
-    if is_limited == (condition.one_of is not None):
-        raise ConfigurationError(f"{key} on '{name}': give one_of, or min and max or one of them")
-    if condition.one_of is not None:
-        values = [str(value).lower() if isinstance(value, bool) else str(value) for value in condition.one_of]
-        text = f"regexp_replace(CAST({column(name)} AS VARCHAR), {literal(_WHOLE)}, {literal(_DIGITS)})"  # 1.0 is 1.
-        return name, _one_of(f"condition_{name}", column(name), text, [re.sub(_WHOLE, _DIGITS, one) for one in values])
-    _check_order(f"{key}.min", condition.min, f"{key}.max", condition.max)
-    return name, _number_within(f"condition_{name}", name, column(name), condition.min, condition.max)
-
-
-def _within(
-    name: str, lowest: str, low: float | None, high: float | None, unit: str = "", highest: str | None = None
-) -> Rule:
-    """Reject what is below `low` or above `high`, the same number or `highest`; null is neither."""
+def _within(name: str, lowest: str, highest: str, low: float | None, high: float | None, unit: str = "") -> Rule:
+    """Reject numbers of which the lowest is below `low` or the highest above `high`; null is neither."""
     rejects, details = [], []
-    for number, sign, limit in ((lowest, "<", low), (highest or lowest, ">", high)):
+    for number, sign, limit in ((lowest, "<", low), (highest, ">", high)):
         if limit is not None:
             rejects.append(f"{number} {sign} {limit!r}")
             details.append(
@@ -302,20 +264,26 @@ def _within(
     return Rule(name, f"({' OR '.join(rejects)})", f"CASE {' '.join(details)} END")
 
 
-def _number_within(name: str, column: str, value: str, low: float | None, high: float | None) -> Rule:
+def _number_rule(name: str, value: str, condition: ConditionConfig) -> Rule:
     """Reject what is no number, or out of limits; not an image without a value."""
     number = f"TRY_CAST({value} AS DOUBLE)"
-    limits = _within(name, number, low, high)
+    limits = _within(name, number, number, condition.min, condition.max)
     is_other = f"({value} IS NOT NULL AND NOT coalesce(isfinite({number}), false))"
-    other = f"concat({literal(f'{column} is ')}, {_shown(value)}, ', which is not a number')"
+    other = f"concat({literal(f'{condition.column} is ')}, {_shown(value)}, ', which is not a number')"
     return Rule(
         name, f"({is_other} OR {limits.rejects})", f"CASE WHEN {is_other} THEN {other} ELSE {limits.detail} END"
     )
 
 
-def _one_of(name: str, value: str, text: str, allowed: Sequence[str]) -> Rule:
-    """Reject what is none of some texts; not an image without a value."""
-    listed = ", ".join(literal(_composed(one)) for one in allowed)
+def _text_rule(name: str, value: str, allowed: Sequence[Any], *, any_case: bool) -> Rule:
+    """Reject what is none of some values, compared as texts; not an image without a value."""
+    text = f"CAST({value} AS VARCHAR)"
+    if any_case:
+        text, texts = f"lower(trim({text}, {literal(_TRIMMED)}))", [str(one).strip().lower() for one in allowed]
+    else:  # 1.0 is 1.
+        text = f"regexp_replace({text}, {literal(_WHOLE)}, {literal(_DIGITS)})"
+        texts = [str(one).lower() if isinstance(one, bool) else re.sub(_WHOLE, _DIGITS, str(one)) for one in allowed]
+    listed = ", ".join(literal(_composed(one)) for one in texts)
     return Rule(name, f"{_composed_sql(text)} NOT IN ({listed})", _shown(value))
 
 
@@ -344,8 +312,3 @@ def _with_distinct_names(rules: Sequence[Rule]) -> list[Rule]:
         names.add(name)
         result.append(replace(rule, name=name))
     return result
-
-
-def _check_order(low_key: str, low: float | None, high_key: str, high: float | None) -> None:
-    if low is not None and high is not None and low > high:
-        raise ConfigurationError(f"{low_key} is {low} and {high_key} is {high}: no image passes both")

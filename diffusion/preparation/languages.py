@@ -56,7 +56,8 @@ class CaptionLanguage:
 
     def __call__(self, images: Sequence[None], captions: Sequence[list[str]]) -> list[str | None]:
         """Return the language of each image's captions; `mul` for several, None where none has a letter."""
-        return [self._of_all(texts) for texts in captions]
+        found = [{self.of(text) for text in texts} - {None} for texts in captions]
+        return [SEVERAL if len(languages) > 1 else next(iter(languages), None) for languages in found]
 
     def of(self, caption: str) -> str | None:
         """Return the language of one caption, or None if it has no letter."""
@@ -65,7 +66,3 @@ class CaptionLanguage:
         ranked = self._identifier.rank(caption)
         likeliest, probability = ranked[0]
         return self._expected if self._prior * dict(ranked)[self._expected] >= probability else likeliest
-
-    def _of_all(self, captions: Sequence[str]) -> str | None:
-        found = {language for caption in captions if (language := self.of(caption)) is not None}
-        return SEVERAL if len(found) > 1 else next(iter(found), None)

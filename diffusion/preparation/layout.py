@@ -91,9 +91,10 @@ def write_table(uri: str, table: pa.Table) -> None:
 
 
 def local_copies(folder: str, names: Collection[str], target: Path) -> Path:
-    """Return where files of a folder lie on this machine: in `target` if they had to be downloaded."""
+    """Return where files of a folder lie on this machine: in `target`, whose copies stay, if they are remote."""
     if not storage.is_url(folder):
         return Path(folder).absolute()
-    for _ in storage.concurrent_map(lambda name: storage.download(storage.join(folder, name), target / name), names):
+    new = [name for name in names if not (target / name).exists()]
+    for _ in storage.concurrent_map(lambda name: storage.download(storage.join(folder, name), target / name), new):
         pass
     return target

@@ -97,13 +97,10 @@ class MetadataDatabase:
     def read(self, folder: str, parts: Sequence[int]) -> str:
         """Write a query of a folder's files of some parts, with part and row number."""
         names = [storage.join(folder, part_name(part)) for part in parts]
-        if storage.is_url(self.out):
-            local_copies(self.out, [name for name in names if not (self.folder / name).exists()], self.folder)
-        paths = ", ".join(literal(as_pattern(str(self.folder / name))) for name in names)
         return f"""(
             SELECT * EXCLUDE (filename, file_row_number), parse_filename(filename, true)::INTEGER AS part,
                 file_row_number::INTEGER AS row_number
-            FROM read_parquet([{paths}], filename = true, file_row_number = true, hive_partitioning = false)
+            FROM {read_files(self.out, names, self.folder, ", filename = true, file_row_number = true")}
         )"""
 
     def write(self, query: str, name: str) -> None:
@@ -290,11 +287,11 @@ def _pointer(key: str) -> str:
     return literal("/" + key.replace("~", "~0").replace("/", "~1"))
 
 
-def read_files(out: str, names: Collection[str], target: Path) -> str:
+def read_files(out: str, names: Collection[str], target: Path, options: str = "") -> str:
     """Write a query of parquet files of a data set; `target` holds copies of those that had to be downloaded."""
     folder = local_copies(out, names, target)
     paths = ", ".join(literal(as_pattern(str(folder / name))) for name in names)
-    return f"read_parquet([{paths}], hive_partitioning = false)"
+    return f"read_parquet([{paths}], hive_partitioning = false{options})"
 
 
 def as_pattern(path: str) -> str:

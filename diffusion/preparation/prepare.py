@@ -220,7 +220,7 @@ def explain_selection(config: PrepareConfig) -> str:
     check_sections(config)
     costs = explain(config.out, config, Scan.read(config.out))
     rows = [("condition", "rejects alone", "rejects first", "remaining")]
-    rows += [(one.condition or "scan", str(one.alone), str(one.first), str(one.remaining)) for one in costs]
+    rows += [(condition or "scan", *map(str, numbers)) for condition, *numbers in costs]
     return "\n".join(text_table(rows))
 
 
@@ -245,7 +245,7 @@ def preview(config: PrepareConfig, number: int) -> Selection:
             for i, partition in enumerate(partitions):
                 partition = replace(partition, number=len(scanned), source=index)
                 few = math.ceil(left / (len(partitions) - i))
-                left -= scanner(ScanTask(source, partition, limit=few)).num_images
+                left -= scanner(ScanTask(source, partition, limit=few))[0]
                 scanned.append(partition)
         if not scanned:
             raise DataError(f"the sources hold no images: {', '.join(source.path for source in sources)}")

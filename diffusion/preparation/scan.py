@@ -11,11 +11,11 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import xxhash
@@ -25,15 +25,7 @@ from diffusion.config.loading import to_dict
 from diffusion.config.secrets import redact
 from diffusion.datasets.images import BYTES_PER_PIXEL, UndecodableImageError, decode_reduced
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.formats.data_set import (
-    LISTINGS,
-    MANIFEST,
-    METADATA,
-    POSITIONS,
-    REREAD,
-    SCAN,
-    SCORES,
-)
+from diffusion.formats.data_set import LISTINGS, MANIFEST, METADATA, POSITIONS, REREAD, SCAN, SCORES
 from diffusion.preparation.chat_captions import restore_answers
 from diffusion.preparation.config import LimitsConfig, PrepareConfig
 from diffusion.preparation.engine import Workers, death_error, limited_time, progress_bar, run
@@ -294,11 +286,11 @@ def _run_missing(out: str, scan: Scan, workers: Workers, progress: bool) -> None
         progress_bar("scan", total, initial=before, shown=progress) as bar,
         tempfile.TemporaryDirectory(prefix="deaths-") as folder,
     ):
-        num_rejected = 0
-        for result in run(workers, make, tasks, describe=_describe, on_death=functools.partial(_after_death, folder)):
-            num_rejected += result.num_rejected
-            bar.set_postfix(rejected=num_rejected, refresh=False)
-            bar.update(result.num_images)
+        rejected, retry = 0, functools.partial(_after_death, folder)
+        for num_images, num_rejected in run(workers, make, tasks, describe=_describe, on_death=retry):
+            rejected += num_rejected
+            bar.set_postfix(rejected=rejected, refresh=False)
+            bar.update(num_images)
 
 
 def _describe(task: "ScanTask") -> str:
@@ -484,30 +476,13 @@ class ScanTask:
     """Position from which on nothing can be read, since a worker died there."""
 
 
-class _Result(NamedTuple):
-    num_images: int
-    num_rejected: int
-
-
-Mark = Callable[[str, int], Any]
-"""Notes what is done with which image."""
-
 _READ, _MEASURED = "r", "m"
+"""States of an image in a trace."""
 
 _MAX_DEADLY = 10
 """Images of a partition at which a worker may die; then the rest of it is rejected."""
 
 _DEADLY = "its decoder crashes, takes more memory than there is, or more time than limits.max_decoding_seconds"
-
-
-@contextmanager
-def _tracing(path: str) -> Iterator[Mark]:
-    """Give a function that notes in a file what is done; it survives the process."""
-    if not path:
-        yield lambda what, position: None
-        return
-    with Path(path).open("wb", buffering=0) as file:
-        yield lambda what, position: os.pwrite(file.fileno(), f"{what}{position:012}".encode(), 0)
 
 
 class Scanner:
@@ -518,38 +493,34 @@ class Scanner:
         self._removed = Removed.read(out)
         logging.getLogger("PIL").addHandler(logging.NullHandler())  # Messages about damaged files.
 
-    def __call__(self, task: ScanTask) -> _Result:
-        """Write the metadata of a partition."""
+    def __call__(self, task: ScanTask) -> tuple[int, int]:
+        """Write the metadata of a partition; return the number of its images, and of the rejected ones among them."""
         partition, name = task.partition, part_name(task.partition.number)
         if not partition.items and task.source.kind == "folder":
-            partition = replace(partition, items=self._items(name))
-        with _tracing(task.trace) as mark:
-            rows = [self._row(item, partition) for item in self._surviving(replace(task, partition=partition), mark)]
+            uri = storage.join(self._out, LISTINGS, name)
+            if not storage.exists(uri):
+                raise OutdatedError(f"{storage.shown(uri)} is gone; prepare with --overwrite")
+            partition = replace(partition, items=tuple(read_table(uri)["item"].to_pylist()))
+        rows = [self._row(item, partition) for item in self._surviving(replace(task, partition=partition))]
         write_table(storage.join(self._out, task.folder, name), pa.Table.from_pylist(rows, schema=SCHEMA))
-        return _Result(len(rows), sum(row["reason"] != "" for row in rows))
+        return len(rows), sum(row["reason"] != "" for row in rows)
 
-    def _surviving(self, task: ScanTask, mark: "Mark") -> Iterator[Record | Rejected]:
+    def _surviving(self, task: ScanTask) -> Iterator[Record | Rejected]:
         """Yield the images of a partition, those at which a worker died as rejections."""
         items = itertools.islice(task.source.scan(task.partition), task.limit if task.stop is None else task.stop)
-        for position in itertools.count():
-            mark(_READ, position)
-            with limited_time(self._limits.max_decoding_seconds):
-                item = next(items, None)
-            if item is None:
-                break
-            mark(_MEASURED, position)
-            if position in task.deadly:
-                item = Rejected(item.key, Reason.UNDECODABLE, item.location, _DEADLY)
-            yield item
+        with Path(task.trace or os.devnull).open("wb", buffering=0) as trace:  # What is in it outlives the process.
+            for position in itertools.count():
+                os.pwrite(trace.fileno(), f"{_READ}{position:012}".encode(), 0)
+                with limited_time(self._limits.max_decoding_seconds):
+                    item = next(items, None)
+                if item is None:
+                    break
+                os.pwrite(trace.fileno(), f"{_MEASURED}{position:012}".encode(), 0)
+                if position in task.deadly:
+                    item = Rejected(item.key, Reason.UNDECODABLE, item.location, _DEADLY)
+                yield item
         if task.stop is not None:
             yield from task.source.lost(task.partition, task.stop)
-
-    def _items(self, name: str) -> tuple[str, ...]:
-        """Read the listing of a partition of a folder of images."""
-        uri = storage.join(self._out, LISTINGS, name)
-        if not storage.exists(uri):
-            raise OutdatedError(f"{storage.shown(uri)} is gone; prepare with --overwrite")
-        return tuple(read_table(uri)["item"].to_pylist())
 
     def _row(self, item: Record | Rejected, partition: Partition) -> dict[str, Any]:
         row: dict[str, Any] = {

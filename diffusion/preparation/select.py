@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,14 +67,6 @@ SETTINGS = ("buckets", "validation_fraction", "seed", "shard_mb", "window_mb", "
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counts:
-    """Images and the bytes of their files."""
-
-    images: int = 0
-    bytes: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class Selection:
     """The selection of a generation, as `selection/GENERATION.json`."""
 
@@ -88,8 +80,8 @@ class Selection:
     sources: dict[str, dict[str, int]]
     """Images by source and reason; the reason of kept images is empty."""
 
-    places: dict[str, Counts]
-    """Kept images by `SPLIT/BUCKET`."""
+    places: dict[str, dict[str, int]]
+    """Kept images by `SPLIT/BUCKET`: their number, `images`, and the `bytes` of their files."""
 
     first_task: int
     """Number of its first write task: tasks are numbered over all generations."""
@@ -221,7 +213,6 @@ def write_finished(out: str, selections: Sequence[Selection]) -> None:
 
 def _parse_selection(uri: str, values: Any) -> Selection:
     try:
-        values["places"] = {name: Counts(**counts) for name, counts in values["places"].items()}
         examples = values.get("examples", {}).items()
         values["examples"] = {reason: [Rejection(**one) for one in listed] for reason, listed in examples}
         return Selection(**values)
@@ -263,7 +254,10 @@ def _identity(out: str, config: PrepareConfig, scan: "Scan", earlier: Sequence[S
     record = read_scores_record(out)
     digests = {column: _hash_json(record[column]) for column in record}
     for column in listed.keys() - digests.keys():  # Of another tool.
-        digests[column] = _digest(storage.join(out, SCORES, name) for name in listed[column])
+        digest = xxhash.xxh3_128()
+        for content in storage.concurrent_map(storage.read, (storage.join(out, SCORES, one) for one in listed[column])):
+            digest.update(content)
+        digests[column] = digest.hexdigest()
     scores = {column: (len(files), digests[column]) for column, files in listed.items()}
     settings = _settings(config)
     if not settings["scorers"]:  # As in selections of earlier versions.
@@ -276,14 +270,6 @@ def _identity(out: str, config: PrepareConfig, scan: "Scan", earlier: Sequence[S
 
 def _hash_json(value: Any) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
-
-
-def _digest(uris: Iterable[str]) -> str:
-    """Hash the contents of files."""
-    digest = xxhash.xxh3_128()
-    for content in storage.concurrent_map(storage.read, uris):
-        digest.update(content)
-    return digest.hexdigest()
 
 
 def _settings(config: PrepareConfig) -> dict[str, Any]:
@@ -315,7 +301,7 @@ def _select(
     for source, reason, count in connection.execute(counted).fetchall():
         sources.setdefault(source, {})[reason] = count
     counted = f"SELECT {_PLACE}, count(*), sum(bytes)::BIGINT FROM decided WHERE reason = '' GROUP BY 1 ORDER BY 1"
-    places = {place: Counts(images=num, bytes=size) for place, num, size in connection.execute(counted).fetchall()}
+    places = {place: {"images": num, "bytes": size} for place, num, size in connection.execute(counted).fetchall()}
     selection = Selection(
         generation=generation,
         identity=identity,

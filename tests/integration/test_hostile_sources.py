@@ -9,15 +9,13 @@ import time
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image, PngImagePlugin
-from streaming import MDSWriter
 
 from diffusion.datasets.images import decode_rgb
 from diffusion.preparation.config import BucketsConfig, LimitsConfig
-from tests.tools.image_files import encode, noise, sample, write_folder, write_tar
+from tests.tools.image_files import encode, noise, sample, write_folder, write_mds, write_table, write_tar
 from tests.tools.preparing import prepare, read_samples
 from tests.tools.training_runs import ROOT, environment
 
@@ -67,14 +65,12 @@ def write_layouts(root: Path) -> dict[str, tuple[Path, list[str], list[bytes]]]:
         for member in ((f"{i:02}.jpg", image), (f"{i:02}.txt", text.encode()))
     ]  # fmt: skip
     write_tar(root / "c.tar", members)
-    table = pa.table({"jpg": images["d"], "caption": captions["d"]})
-    pq.write_table(table, root / "d.parquet", row_group_size=4)
+    write_table(root / "d.parquet", {"jpg": images["d"], "caption": captions["d"]}, row_group_size=4)
     from datasets import Dataset
 
     Dataset.from_dict({"image": images["e"], "text": captions["e"]}).save_to_disk(str(root / "e"))
-    with MDSWriter(out=str(root / "f"), columns={"image": "bytes", "caption": "str"}, size_limit=3000) as writer:
-        for image, caption in zip(images["f"], captions["f"], strict=True):
-            writer.write({"image": image, "caption": caption})
+    shards = [{"image": image, "caption": text} for image, text in zip(images["f"], captions["f"], strict=True)]
+    write_mds(root / "f", {"image": "bytes", "caption": "str"}, shards, size_limit=3000)
     sources = {"a": "a", "b": "b", "c": "c.tar", "d": "d.parquet", "e": "e", "f": "f"}
     return {name: (root / sources[name], captions[name], images[name]) for name in images}
 
@@ -231,20 +227,15 @@ def test_nothing_is_executed(tmp_path):
     (folder / "0001.pkl").write_bytes(payload)
     members = [*sample("1", noise(20, 20), b"x"), ("1.pkl", payload), ("1.pyd", payload), ("1.npy", payload)]
     write_tar(tmp_path / "x.tar", members)
-    table = pa.table({"jpg": [noise(20, 20, 9)], "caption": ["x"], "embedding": [payload]})
-    pq.write_table(table, tmp_path / "y.parquet")
+    write_table(tmp_path / "y.parquet", {"jpg": [noise(20, 20, 9)], "caption": ["x"], "embedding": [payload]})
     columns = {"image": "bytes", "caption": "str", "extra": "pkl"}
-    with MDSWriter(out=str(tmp_path / "mds"), columns=columns) as writer:
-        writer.write({"image": noise(20, 20, 10), "caption": "x", "extra": Payload(mark)})
+    write_mds(tmp_path / "mds", columns, [{"image": noise(20, 20, 10), "caption": "x", "extra": Payload(mark)}])
     assert not mark.exists()
     manifest = prepare(
         [folder, tmp_path / "x.tar", tmp_path / "y.parquet", tmp_path / "mds"], tmp_path / "out", edges=[16]
     )
     assert not mark.exists()
     assert (manifest.seen, manifest.kept) == (6, 6)
-
-
-# Near duplicates
 
 
 # The terminal

@@ -13,14 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from botocore.httpsession import URLLib3Session
-from streaming import MDSWriter
 
 from diffusion import storage
 from diffusion.errors import DataError, MachineError, UserError
 from diffusion.preparation.records import Reason, Record, Rejected
 from diffusion.preparation.sources import Source, open_sources, tables
 from diffusion.storage import open_file, shown
-from tests.tools.image_files import noise, sample, tree, write_folder, write_tar
+from tests.tools.image_files import noise, sample, tree, write_folder, write_mds, write_table, write_tar
 from tests.tools.s3_server import S3Server, find_s3rver, s3_process, s3_server, upload
 from tests.tools.sources import bare, open_source, partitions, read, write_known
 from tests.tools.web import WebServer, send
@@ -54,22 +53,17 @@ def layouts(tmp_path) -> Path:
         members = [one for at in range(12) for one in sample(f"{at}", noise(30, 30, at), b"x", number=number)]
         write_tar(root / "tars" / f"{number}.tar", members)
         (root / "tars" / f"{number}.parquet").write_bytes(b"a log")
-    (root / "parquet").mkdir()
     columns = {
         "image": [noise(30, 30, number) for number in range(100)],
         "caption": [f"{number}" for number in range(100)],
     }
-    pq.write_table(pa.table(columns), root / "parquet" / "0.parquet", row_group_size=6)
-    (root / "paths").mkdir()
-    paths = pa.table({"file_name": ["a/0001.data", "gone.png", "../x"], "caption": ["one", "two", "three"]})
-    pq.write_table(paths, root / "paths" / "x.parquet")
+    write_table(root / "parquet" / "0.parquet", columns, row_group_size=6)
+    paths = {"file_name": ["a/0001.data", "gone.png", "../x"], "caption": ["one", "two", "three"]}
+    write_table(root / "paths" / "x.parquet", paths)
     (root / "paths" / "a").mkdir()
     (root / "paths" / "a" / "0001.data").write_bytes(noise(30, 30))
-    with MDSWriter(
-        out=str(root / "mds"), columns={"image": "bytes", "caption": "str"}, hashes=["xxh64"], size_limit=9000
-    ) as mds:
-        for number in range(6):
-            mds.write({"image": noise(30, 30, number), "caption": f"{number}"})
+    samples = [{"image": noise(30, 30, number), "caption": f"{number}"} for number in range(6)]
+    write_mds(root / "mds", {"image": "bytes", "caption": "str"}, samples, size_limit=9000)
     (root / "arrow").mkdir()
     with pa.ipc.new_stream(root / "arrow" / "0.arrow", pa.table(columns).schema) as writer:
         writer.write_table(pa.table(columns), max_chunksize=7)

@@ -5,7 +5,10 @@ import json
 import random
 import tarfile
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 from PIL import Image
 
 
@@ -38,6 +41,28 @@ def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
     return path
+
+
+def write_table(path: Path, columns: Any, **options: Any) -> Path:
+    """Write columns as a parquet file, or where the name ends in .arrow, an Arrow file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.table(columns)
+    if path.suffix == ".arrow":
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table, **options)
+    else:
+        pq.write_table(table, path, **options)
+    return path
+
+
+def write_mds(folder: Path, columns: dict[str, str], samples: list[dict[str, Any]], **options: Any) -> Path:
+    """Write an MDS folder with small shards."""
+    from streaming import MDSWriter  # It brings torch.
+
+    with MDSWriter(out=str(folder), columns=columns, **{"hashes": ["xxh64"], "size_limit": 4096, **options}) as writer:
+        for sample in samples:
+            writer.write(sample)
+    return folder
 
 
 def sample(stem: str, image: bytes, caption: bytes | None = None, /, **metadata) -> list[tuple[str, bytes]]:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,7 @@ from diffusion.formats.data_set import METADATA, SCORES
 from diffusion.preparation.layout import SCHEMA, part_name
 from diffusion.preparation.records import Partition
 from diffusion.preparation.scan import Scan
-
-
-@dataclass(frozen=True)
-class NamedSource:
-    name: str
+from tests.tools.scored_data import ToySource
 
 
 def image(number: int, **given: Any) -> dict[str, Any]:
@@ -63,9 +58,9 @@ def write_part(out: str | Path, number: int, rows: Sequence[Mapping[str, Any]], 
 def scan_of(*generations: int, sources: Sequence[int] | None = None) -> Scan:
     """A scan with partitions 0, 1, ... of some generations, and of some sources: s, s1, s2, ..."""
     of = sources or [0] * len(generations)
-    names: list[Any] = [NamedSource(f"s{i or ''}") for i in range(max(of, default=0) + 1)]
+    named: list[Any] = [ToySource("", f"s{i or ''}") for i in range(max(of, default=0) + 1)]
     partitions = [
         Partition(number=i, source=source, generation=generation)
         for i, (generation, source) in enumerate(zip(generations, of, strict=True))
     ]
-    return Scan(names, partitions)
+    return Scan(named, partitions)

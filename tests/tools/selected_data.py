@@ -186,20 +186,9 @@ def _example(data: SelectedData, part: int, row: int, of_part: int, of_row: int,
 def _metadata(data: SelectedData, number: int) -> dict[str, Any]:
     content = Path(data.source.path, f"{number:04}.png").read_bytes()
     width, height = (24, 32) if number % 3 == 0 else (32, 24)
-    return image(
-        number,
-        key=data.key(number),
-        file=f"{number:04}.png",
-        bytes=len(content),
-        format="png",
-        width=width,
-        height=height,
-        xxh128=xxhash.xxh3_128_hexdigest(content),
-        phash=None,
-        sharpness=None,
-        captions=[f"caption of {number}"],
-        metadata={"number": number},
-    )
+    measured = {"bytes": len(content), "width": width, "height": height, "xxh128": xxhash.xxh3_128_hexdigest(content)}
+    file, captions = f"{number:04}.png", [f"caption of {number}"]
+    return image(number, key=data.key(number), file=file, captions=captions, metadata={"number": number}, **measured)
 
 
 def _place(number: int) -> dict[str, Any]:

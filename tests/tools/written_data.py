@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from streaming import MDSWriter
 
 from diffusion.config.data import DataConfig, Representation, StreamConfig
 from diffusion.datasets.encoded import EncodedManifest
@@ -22,6 +21,7 @@ from diffusion.formats.shards import (
     shard_name,
     write_index,
 )
+from tests.tools.image_files import write_mds
 
 PREPARED = {"image": "bytes", "captions": "json", "width": "int32", "height": "int32", "key": "str", "metadata": "json"}
 TEXT = {"token_ids": "ndarray:int32", "key": "str"}
@@ -66,12 +66,6 @@ def encoded_sample(
         "key": f"{name}/{number}",
     }
     return sample | {"latent_logvar": np.full((4, *size), -number, np.float16)} if logvar else sample
-
-
-def write_mds(folder: Path, columns: dict[str, str], samples: list[dict[str, Any]], shard_bytes: int = 4096) -> None:
-    with MDSWriter(out=str(folder), columns=columns, hashes=["xxh64"], size_limit=shard_bytes) as writer:
-        for sample in samples:
-            writer.write(sample)
 
 
 def write_prepared(root: Path, sizes: dict[str, int], num_captions: int = 1, bad: tuple[int, ...] = ()) -> Path:

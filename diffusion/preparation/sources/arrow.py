@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, ClassVar
@@ -68,11 +68,8 @@ class ArrowSource(TableSource):
             logger.warning("%s: the files of all folders are read: %s", self.path, printable(", ".join(sorted(splits))))
 
     def _check_columns(self, file: str) -> None:
-        try:
-            with self._opened(file, _SCHEMA_BYTES) as (opened, _):
-                self.find_columns(file, opened.schema)
-        except UnfitFileError:
-            return  # Its scan yields a rejection.
+        with suppress(UnfitFileError), self._opened(file, _SCHEMA_BYTES) as (opened, _):  # Its scan yields a rejection.
+            self.find_columns(file, opened.schema)
 
     @contextmanager
     def _opened(self, file: str, buffer_bytes: int | None = None) -> Iterator[tuple[Any, bool]]:

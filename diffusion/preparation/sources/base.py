@@ -142,7 +142,9 @@ class Source:
         """
         try:
             for item in self._scan(partition):
-                yield self._within_limits(item)
+                record = item.record if isinstance(item, Rejected) else item
+                detail = _excess(record, self.limits) if record is not None else ""
+                yield Rejected(item.key, Reason.TOO_LARGE, item.location, detail) if detail else item
         except UnfitFileError as error:
             if error.reason is Reason.MISSING_IMAGE and partition.version:
                 raise self.gone_error(partition.file) from error
@@ -237,23 +239,13 @@ class Source:
         """Bytes of the largest .txt: a byte-order mark and four bytes for each character."""
         return 4 * self.limits.max_caption_characters + 3
 
-    def captions_limit(self) -> int:
-        """Bytes of the captions of an image together, with the ends of the entries of a list."""
-        return self.limits.max_captions_kb * 2**10 + 8 * MAX_CAPTIONS
-
     def row_limit(self) -> int:
         """Bytes of the largest .json or line of a table."""
         return self.limits.max_metadata_kb * 2**10
 
-    def _within_limits(self, item: Record | Rejected) -> Record | Rejected:
-        """Reject a record whose image, captions or metadata are beyond the limits."""
-        record = item.record if isinstance(item, Rejected) else item
-        if record is None or not (detail := _excess(record, self.limits)):
-            return item
-        return Rejected(item.key, Reason.TOO_LARGE, item.location, detail)
-
 
 def _excess(record: Record, limits: LimitsConfig) -> str:
+    """Describe the image, captions or metadata that are beyond the limits; empty if none are."""
     if len(record.image) > limits.max_image_mb * 2**20:
         return f"{len(record.image)} bytes are more than limits.max_image_mb"
     if len(record.captions) > MAX_CAPTIONS:

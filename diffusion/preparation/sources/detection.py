@@ -150,7 +150,10 @@ def _open(text: str, settings: dict[str, Any]) -> Source:
     name = _name_of(path if is_url(path) else os.path.realpath(path))
     if not is_file:
         return _open_folder(path, name, settings)
-    kind = _kind_of_file(path) or _kind_by_content(path)
+    kind = _kind_of_file(path)
+    if kind is None:  # Then by its content.
+        with Path(path).open("rb") as file:
+            kind = ParquetSource if file.read(4) == b"PAR1" else WebDatasetSource if tarfile.is_tarfile(path) else None
     if kind is None:
         raise DataError(f"{printable(text)} is neither a tar nor a parquet file; a source is {KINDS}")
     return kind(name=name, root=path, is_file=True, **settings)
@@ -184,13 +187,6 @@ def _kind_of_file(path: str) -> Any:
     return next((kind for kind in _FILES.values() if path.lower().endswith(kind.suffixes)), None)
 
 
-def _kind_by_content(path: str) -> Any:
-    with Path(path).open("rb") as file:
-        if file.read(4) == b"PAR1":
-            return ParquetSource
-    return WebDatasetSource if tarfile.is_tarfile(path) else None
-
-
 def _check_url(url: str) -> None:
     """Check that a URL is known and holds nothing secret: it is written to files of the data set."""
     remedy = "give credentials in the environment (AWS_ACCESS_KEY_ID and so on, or ~/.netrc for web servers)"
@@ -210,16 +206,14 @@ def _first_wildcard(path: str) -> int | None:
         if glob.has_magic(part):
             if is_url(path) and number < 3:
                 raise DataError(f"{shown(path)}: the bucket must be named without wildcards")
-            if not _exists("/".join(parts[: number + 1])):
+            place = "/".join(parts[: number + 1])
+            if not is_url(path):
+                exists = os.path.lexists(place)
+            else:  # An object, or a prefix of some.
+                exists = next(storage.iterate_files(place), None) is not None or storage.exists(place)
+            if not exists:
                 return number
     return None
-
-
-def _exists(path: str) -> bool:
-    """Return whether there is a file or folder, or an object or prefix."""
-    if not is_url(path):
-        return os.path.lexists(path)
-    return next(storage.iterate_files(path), None) is not None or storage.exists(path)
 
 
 def _open_pattern(text: str, fixed: int, settings: dict[str, Any]) -> Source:

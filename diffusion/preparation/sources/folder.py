@@ -143,12 +143,11 @@ class FolderSource(Source):
         if self.image_column:
             raise NoColumnsError(f"{self.path} has no table that could have a column {self.image_column}; leave "
                                  "image_column out, or give it to the sources that have it")  # fmt: skip
-        beside = [name for name in names if name.lower().endswith(".json")][:NUM_CHECKED]
-        self.check_json(self._read_all(beside))
+        self.check_json(self._json(name for name in names if name.lower().endswith(".json")))
 
-    def _read_all(self, names: Iterable[str]) -> Iterator[bytes]:
-        """Yield the .json that can be read."""
-        for name in names:
+    def _json(self, names: Iterable[str]) -> Iterator[bytes]:
+        """Yield the first .json, as far as they can be read."""
+        for name in islice(names, NUM_CHECKED):
             with suppress(UnfitFileError):
                 yield read_file(self.uri(file_of(name)), self.row_limit(), self.root)
 

@@ -98,11 +98,13 @@ def open_huggingface(text: str, settings: dict[str, Any]) -> HuggingFaceSource:
     dataset, revision, split, configuration = _parse(text)
     try:
         from datasets.exceptions import DatasetNotFoundError
+        from huggingface_hub import HfApi
         from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
     except ImportError as error:
         raise MachineError(f"{text} needs the package datasets; uv pip install -e '.[huggingface]'") from error
     try:
-        commit = _commit_of(dataset, revision)
+        is_folder = Path(dataset).exists()
+        commit = None if is_folder else HfApi().dataset_info(dataset, revision=revision).sha  # Of a branch or tag, now.
         root = f"hf://datasets/{dataset}@{commit}" if commit else str(Path(dataset).absolute())
         source = HuggingFaceSource(
             name=dataset.rstrip("/").rpartition("/")[2], root=root, dataset=dataset, revision=commit, split=split,
@@ -136,12 +138,3 @@ def _parse(text: str) -> tuple[str, str | None, str, str | None]:
         raise DataError(f"{text} does not name a data set; write {SPELLING}")
     split, configuration = [*parts[1:], "", ""][:2]
     return dataset, revision or None, split or "train", configuration or None
-
-
-def _commit_of(dataset: str, revision: str | None) -> str | None:
-    """Return the commit that a name and a branch or tag on the hub stand for now; None for a folder of this machine."""
-    if Path(dataset).exists():
-        return None
-    from huggingface_hub import HfApi
-
-    return HfApi().dataset_info(dataset, revision=revision).sha

@@ -163,18 +163,17 @@ def read_file(uri: str, limit: int, root: str | None = None) -> bytes:
         MachineError: the disk or the network fails, or a store denies access.
     """
     with _unfit(uri):
-        data = storage.read(uri, stop=limit + 1) if is_url(uri) else _read_local(uri, limit, root)
+        if is_url(uri):
+            data = storage.read(uri, stop=limit + 1)
+        else:
+            with _open_local(uri, root) as file:  # Buffered: it reads on after a short read, whose error would be lost.
+                size = os.fstat(file.fileno()).st_size
+                if size > limit:
+                    raise UnfitFileError(Reason.TOO_LARGE, f"{size} bytes are more than {limit}")
+                data = file.read(size + 1)
     if len(data) > limit:
         raise UnfitFileError(Reason.TOO_LARGE, f"more than {limit} bytes")
     return data
-
-
-def _read_local(path: str, limit: int, root: str | None) -> bytes:
-    with _open_local(path, root) as file:  # Buffered: it reads on after a short read, whose error would be lost.
-        size = os.fstat(file.fileno()).st_size
-        if size > limit:
-            raise UnfitFileError(Reason.TOO_LARGE, f"{size} bytes are more than {limit}")
-        return file.read(size + 1)
 
 
 def _open_local(path: str, root: str | None) -> BinaryIO:

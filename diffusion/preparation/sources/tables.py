@@ -22,7 +22,7 @@ from diffusion.preparation.records import (
     make_record,
     not_successful,
 )
-from diffusion.preparation.sources.base import Source
+from diffusion.preparation.sources.base import MAX_CAPTIONS, Source
 from diffusion.preparation.sources.reading import UnfitFileError, printable, read_below
 from diffusion.storage import shown
 
@@ -135,10 +135,12 @@ class TableSource(Source):
             return not_successful(key, metadata, location)
         captions = [batch.column(name)[at] for name in columns.captions]
         caption = next((one for one in captions if _has_text(one, self.text_limit())), captions[0])
-        if _bytes_of(caption) > self.text_limit() + (self.captions_limit() if _is_list(caption.type) else 0):
-            detail = f"captions of {_bytes_of(caption)} bytes are more than limits.max_caption_characters"
-            detail += " or limits.max_captions_kb" if _is_list(caption.type) else ""
-            return Rejected(key, Reason.TOO_LARGE, location, detail)
+        limit, limits = self.text_limit(), "limits.max_caption_characters"
+        if _is_list(caption.type):  # Each entry has an end in the buffer.
+            limit += self.limits.max_captions_kb * 2**10 + 8 * MAX_CAPTIONS
+            limits += " or limits.max_captions_kb"
+        if (size := _bytes_of(caption)) > limit:
+            return Rejected(key, Reason.TOO_LARGE, location, f"captions of {size} bytes are more than {limits}")
         try:
             image, path = _image_of(batch.column(columns.image)[at], self.image_limit())
             image = self._read(location.file, image)

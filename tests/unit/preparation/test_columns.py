@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from streaming import MDSWriter
 
 from diffusion.errors import DataError
 from diffusion.evaluation.prompts import write_listing
-from tests.tools.image_files import noise, write_folder, write_tar
+from tests.tools.image_files import noise, write_folder, write_mds, write_table, write_tar
 from tests.tools.preparing import prepare, read_samples
 
 NUM = 3
@@ -59,25 +57,20 @@ def table() -> pa.Table:
 
 
 def write_parquet(folder: Path) -> None:
-    folder.mkdir()
-    pq.write_table(table(), folder / "a.parquet")
+    write_table(folder / "a.parquet", table())
 
 
 def write_arrow(folder: Path) -> None:
-    folder.mkdir()
-    with pa.ipc.new_file(folder / "a.arrow", table().schema) as writer:
-        writer.write_table(table())
+    write_table(folder / "a.arrow", table())
 
 
-def write_mds(folder: Path) -> None:
+def write_shards(folder: Path) -> None:
     columns = {name: "bytes" if name == "image" else "str" for name in table().column_names}
-    with MDSWriter(out=str(folder), columns=columns) as writer:
-        for row in table().to_pylist():
-            writer.write({name: row[name] for name in columns})
+    write_mds(folder, columns, table().to_pylist())
 
 
 WITH_FILE_NAMES = [write_jsonl, write_csv]
-KINDS = [*WITH_FILE_NAMES, write_json_beside, write_tar_with_json, write_parquet, write_arrow, write_mds]
+KINDS = [*WITH_FILE_NAMES, write_json_beside, write_tar_with_json, write_parquet, write_arrow, write_shards]
 
 
 def captions_of(out: Path, source: str = "") -> dict[bytes, list[str]]:
@@ -147,17 +140,6 @@ TEXTS = [f"short {i}" for i in range(NUM)]
 BASE64 = [base64.b64encode(image).decode() for image in IMAGES]
 
 
-def write_columns(path: Path, columns: dict) -> None:
-    """Write a parquet or Arrow file."""
-    path.parent.mkdir(exist_ok=True)
-    rows = pa.table(columns)
-    if path.suffix == ".parquet":
-        pq.write_table(rows, path)
-    else:
-        with pa.ipc.new_file(path, rows.schema) as writer:
-            writer.write_table(rows)
-
-
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
 def test_types_of_images(tmp_path, suffix):
     types = {
@@ -170,7 +152,7 @@ def test_types_of_images(tmp_path, suffix):
         "url": pa.array([f"data:image/png;base64,{text}" for text in BASE64], pa.string_view()),
     }
     for name, images in types.items():
-        write_columns(tmp_path / name / f"a{suffix}", {"image": images, "text": TEXTS})
+        write_table(tmp_path / name / f"a{suffix}", {"image": images, "text": TEXTS})
     prepare([tmp_path / name for name in types], tmp_path / "out", edges=[16])
     for name in types:
         found = {image.rstrip(b"\0"): texts for image, texts in captions_of(tmp_path / "out", f"{name}/").items()}
@@ -189,7 +171,7 @@ def test_types_of_captions(tmp_path, suffix):
         types["list-view"] = pa.array([[text] for text in TEXTS], pa.list_view(pa.string()))
         types["large-view"] = pa.array([[text] for text in TEXTS], pa.large_list_view(pa.string()))
     for name, captions in types.items():
-        write_columns(tmp_path / name / f"a{suffix}", {"image": IMAGES, "text": captions, "note": captions})
+        write_table(tmp_path / name / f"a{suffix}", {"image": IMAGES, "text": captions, "note": captions})
     prepare([tmp_path / name for name in types], tmp_path / "out", edges=[16])
     for name in types:
         expected = {image: [text] for image, text in zip(IMAGES, TEXTS, strict=True)}
@@ -208,8 +190,8 @@ def test_types_of_captions(tmp_path, suffix):
     ],
 )
 def test_a_shard_without_values_beside_a_sound_one(tmp_path, columns, num, name, suffix):
-    write_columns(tmp_path / "source" / f"m{suffix}", {"image": IMAGES, "text": TEXTS})
-    write_columns(tmp_path / "source" / f"{name}{suffix}", columns)
+    write_table(tmp_path / "source" / f"m{suffix}", {"image": IMAGES, "text": TEXTS})
+    write_table(tmp_path / "source" / f"{name}{suffix}", columns)
     manifest = prepare([tmp_path / "source"], tmp_path / "out", edges=[16])
     assert (manifest.kept, manifest.seen) == (NUM, NUM + num)
 
@@ -232,7 +214,7 @@ def with_empty_caption(row: dict) -> dict:
 
 @pytest.mark.parametrize("change", [with_status, with_empty_caption])
 @pytest.mark.parametrize("write", [write_jsonl, write_csv, write_json_beside, write_tar_with_json, write_parquet,
-                                   write_arrow, write_mds])  # fmt: skip
+                                   write_arrow, write_shards])  # fmt: skip
 def test_other_columns_of_usual_names(tmp_path, monkeypatch, write, change):
     monkeypatch.setitem(globals(), "ROWS", [change(row) for row in ROWS])
     write(tmp_path / "source")

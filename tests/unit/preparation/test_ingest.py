@@ -10,7 +10,6 @@ from unittest.mock import Mock
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from streaming import MDSWriter
 
 from diffusion import storage
 from diffusion.config.loading import from_dict
@@ -29,7 +28,7 @@ from diffusion.preparation.sources.folder import FolderSource
 from diffusion.preparation.sources.parquet import ParquetSource
 from diffusion.preparation.takedown import take_down
 from tests.tools.chat_server import MODEL, chat_server
-from tests.tools.image_files import noise, sample, tree, write_folder, write_tar
+from tests.tools.image_files import noise, sample, tree, write_folder, write_mds, write_table, write_tar
 from tests.tools.preparing import prepare
 from tests.tools.scored_data import CALLS
 from tests.unit.preparation.test_growing import keys
@@ -58,7 +57,7 @@ def test_a_look_opens_no_table_that_is_known(tmp_path, monkeypatch):
     source.mkdir()
 
     def upload(name):
-        pq.write_table(pa.table({"image": [noise(40, 35)], "caption": ["x"]}), source / f"{name}.parquet")
+        write_table(source / f"{name}.parquet", {"image": [noise(40, 35)], "caption": ["x"]})
 
     for number in range(3):
         upload(number)
@@ -473,8 +472,8 @@ def test_an_image_of_a_discarded_growth_is_erased(tmp_path, monkeypatch):
     assert [key for key, text in texts.items() if text in found] == ["set/0011.png"]
 
 
-def write_table(path, column, seed):
-    pq.write_table(pa.table({"image": [noise(40, 35, seed + i) for i in range(3)], column: ["x"] * 3}), path)
+def write_rows(path, column, seed):
+    write_table(path, {"image": [noise(40, 35, seed + i) for i in range(3)], column: ["x"] * 3})
 
 
 def write_text(path, content):
@@ -485,7 +484,7 @@ def write_text(path, content):
 @pytest.mark.parametrize(
     ("kind", "write", "letters"),
     [
-        ("parquet", lambda source: write_table(source / "b.parquet", "caption_en", 9), ["b.parquet"]),
+        ("parquet", lambda source: write_rows(source / "b.parquet", "caption_en", 9), ["b.parquet"]),
         ("images", lambda source: write_text(source / "mallory" / "metadata.jsonl", "{no"), ["mallory/metadata.jsonl"]),
         ("images", lambda source: write_text(source / "mallory" / "metadata.csv", "a,b\n"), ["mallory/metadata.csv"]),
         ("images", lambda source: write_tar(source / "x.tar", sample("0", noise(40, 35, 9), b"x")), []),
@@ -497,15 +496,14 @@ def test_a_file_that_cannot_be_listed_blocks_no_other(tmp_path, kind, write, let
 
     def add(start):
         if kind == "parquet":
-            write_table(source / f"{start}.parquet", "caption", start)
+            write_rows(source / f"{start}.parquet", "caption", start)
         else:
             write_folder(source if kind == "images" else tmp_path / "images", 3, start=start)
 
     source.mkdir()
     if kind == "mds":
         write_folder(tmp_path / "images", 1)
-        with MDSWriter(out=str(source), columns={"image": "bytes", "caption": "str"}) as writer:
-            writer.write({"image": noise(40, 35, 5), "caption": "x"})
+        write_mds(source, {"image": "bytes", "caption": "str"}, [{"image": noise(40, 35, 5), "caption": "x"}])
     add(20)
     sources = [source, *([tmp_path / "images"] if kind == "mds" else [])]
     ingestion = ingestion_of(source, out)

@@ -25,7 +25,7 @@ def test_some_images_of_each_source_are_tried_and_nothing_is_written(tmp_path):
     selection = preview(config(tmp_path, "a", "b", scorers=scorers, filters=filters), 10)
     assert selection.sources["a"] == {"": 10}
     assert selection.sources["b"] == {"": 1, "empty_caption": 1, "too_small": 1}
-    assert {name: place.images for name, place in selection.places.items()} == {"train/32-up": 11}
+    assert {name: place["images"] for name, place in selection.places.items()} == {"train/32-up": 11}
     shown = {reason: [one.key for one in examples] for reason, examples in selection.examples.items()}
     assert shown == {"empty_caption": ["b/0001.png"], "too_small": ["b/0002.png"]}
     assert tree(tmp_path) == before

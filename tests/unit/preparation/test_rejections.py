@@ -12,12 +12,11 @@ from unittest.mock import Mock
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from streaming import MDSWriter
 
 from diffusion.errors import MachineError
 from diffusion.preparation.config import DuplicatesConfig, FiltersConfig
 from diffusion.preparation.sources.caption_tables import TABLES
-from tests.tools.image_files import noise, write_tar
+from tests.tools.image_files import noise, write_mds, write_table, write_tar
 from tests.tools.preparing import prepare, read_samples
 
 
@@ -98,27 +97,23 @@ def columns() -> tuple[dict, set[str]]:
 
 
 def write_parquets(folder: Path) -> set[str]:
-    folder.mkdir()
     table, reasons = columns()
-    pq.write_table(pa.table(table), folder / "a.parquet")
+    write_table(folder / "a.parquet", table)
     (folder / "b.parquet").write_bytes(b"PAR1 damaged")
     return reasons
 
 
 def write_arrows(folder: Path) -> set[str]:
-    folder.mkdir()
     table, reasons = columns()
-    with pa.ipc.new_file(folder / "a.arrow", pa.table(table).schema) as writer:
-        writer.write_table(pa.table(table))
+    write_table(folder / "a.arrow", table)
     (folder / "b.arrow").write_bytes(b"damaged")
     return reasons
 
 
-def write_mds(folder: Path) -> set[str]:
+def write_shards(folder: Path) -> set[str]:
     kept = {name: one for name, one in SAMPLES.items() if one.image and one.caption and one.metadata is None}
-    with MDSWriter(out=str(folder), columns={"image": "bytes", "caption": "bytes"}, size_limit=30_000) as writer:
-        for image, caption, _ in [*kept.values(), Sample(noise(100, 100))]:
-            writer.write({"image": image, "caption": caption})
+    samples = [one._asdict() for one in [*kept.values(), Sample(noise(100, 100))]]
+    write_mds(folder, {"image": "bytes", "caption": "bytes"}, samples, size_limit=30_000)
     index = json.loads((folder / "index.json").read_text())
     for shard in index["shards"]:
         shard["column_encodings"] = ["str", "bytes"]
@@ -128,7 +123,7 @@ def write_mds(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "write", [write_files, write_table_beside, write_tars, write_parquets, write_arrows, write_mds]
+    "write", [write_files, write_table_beside, write_tars, write_parquets, write_arrows, write_shards]
 )
 def test_every_reason_is_counted_and_reported(tmp_path: Path, write: Callable[[Path], set[str]]):
     expected = write(tmp_path / "source")
@@ -144,7 +139,7 @@ def test_every_reason_is_counted_and_reported(tmp_path: Path, write: Callable[[P
 # Tables that name images of others
 
 
-def write_table(path: Path, files: list[str]) -> None:
+def write_licences(path: Path, files: list[str]) -> None:
     """Write a table that gives each file a caption and a licence."""
     rows = [{"file_name": file, "text": "stolen", "license": "CC0"} for file in files]
     path.parent.mkdir(exist_ok=True)
@@ -155,12 +150,8 @@ def write_table(path: Path, files: list[str]) -> None:
             writer = csv.DictWriter(file, rows[0])
             writer.writeheader()
             writer.writerows(rows)
-    elif path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
     else:
-        table = pa.Table.from_pylist(rows)
-        with pa.ipc.new_file(path, table.schema) as arrow:
-            arrow.write_table(table)
+        write_table(path, pa.Table.from_pylist(rows))
 
 
 @pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv", "captions.csv", "table.parquet", "table.arrow"])
@@ -174,7 +165,7 @@ def test_a_table_names_images_of_its_own_folder_only(tmp_path: Path, name: str):
     (tmp_path / "secret.png").write_bytes(noise(40, 40, 9))
     others = ["../alice/1.png", "sub/../../alice/1.png", "../../secret.png", str(root / "alice" / "1.png")]
     others += [str(root / "mallory" / ".." / "alice" / "1.png"), "peer/1.png"]
-    write_table(root / "mallory" / name, ["2.png", "sub/../sub/3.png", *others])
+    write_licences(root / "mallory" / name, ["2.png", "sub/../sub/3.png", *others])
     sources = [root if name in TABLES else root / "*" / name]
     manifest = prepare(sources, tmp_path / "out", edges=[16], report=True)
     samples = [one for listed in read_samples(tmp_path / "out").values() for one in listed]
@@ -254,14 +245,8 @@ def open_without_memory(method: str):
     ],
 )
 def test_a_lack_of_memory_is_no_rejection(tmp_path, monkeypatch, suffix, owner, name, replacement):
-    path = tmp_path / "source" / f"table.{suffix}"
-    path.parent.mkdir()
-    table = pa.table({"image": [noise(20, 20, i) for i in range(3)], "text": ["a", "b", "c"]})
-    if suffix == "parquet":
-        pq.write_table(table, path)
-    else:
-        with pa.ipc.new_file(path, table.schema) as writer:
-            writer.write_table(table)
+    columns = {"image": [noise(20, 20, i) for i in range(3)], "text": ["a", "b", "c"]}
+    path = write_table(tmp_path / "source" / f"table.{suffix}", columns)
     with monkeypatch.context() as patched:
         patched.setattr(owner, name, replacement)
         with pytest.raises(MachineError, match="memory"):

@@ -15,7 +15,6 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from streaming import MDSWriter
 
 from diffusion import storage
 from diffusion.errors import DataError, MachineError
@@ -23,7 +22,7 @@ from diffusion.preparation.config import LimitsConfig, SourceConfig
 from diffusion.preparation.records import Location, Reason, Record, Rejected, make_record
 from diffusion.preparation.sources import from_description, open_sources, parquet
 from diffusion.preparation.sources.reading import open_file, read_file
-from tests.tools.image_files import noise, sample, write_folder, write_tar
+from tests.tools.image_files import noise, sample, write_folder, write_mds, write_table, write_tar
 from tests.tools.sources import bare, details, open_source, partitions, read, reasons, scan, write_known
 
 IMAGE = noise(4, 4)
@@ -44,12 +43,6 @@ SCORES = {
 """What img2dataset and LAION's tables say of an image."""
 
 
-def write_parquet(path, columns, **options):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table(columns), path, **options)
-    return path
-
-
 class TestFolder:
     def test_captions_beside(self, tmp_path):
         root = tmp_path / "set"
@@ -67,7 +60,7 @@ class TestFolder:
         assert bare(records) == [(f"set/{name}", IMAGE + name.encode(), [name], {}) for name in order]
         assert read(root) == records
 
-    def test_refusals(self, tmp_path):
+    def test_rejected_captions(self, tmp_path):
         for name, caption in {"a": b" \n\t", "b": b"caf\xe9", "c": b"good", "d": None, "e": b"\xff\xfeh\0i\0"}.items():
             (tmp_path / f"{name}.png").write_bytes(b"")
             if caption is not None:
@@ -105,7 +98,7 @@ class TestFolder:
         assert reasons(items) == [["one, and", "two"], "invalid_utf8", "empty_caption"]
         assert items[0].metadata == {"licence": "CC0"}
 
-    def test_a_column_without_a_name_is_passed_over(self, tmp_path):
+    def test_a_column_without_a_name_is_skipped(self, tmp_path):
         (tmp_path / "a.png").write_bytes(IMAGE)
         (tmp_path / "captions.csv").write_text(",file,caption\n0,a.png,one\n")
         assert bare(read(tmp_path)) == [(f"{tmp_path.name}/a.png", IMAGE, ["one"], {})]
@@ -129,7 +122,7 @@ class TestFolder:
         assert (list(found.new), list(found.gone)) == ([], [])
         assert [json.loads(item)["file"] for one in found.changed for item in one.items] == ["b.png"]
 
-    def test_files_that_are_not_read_are_told(self, tmp_path):
+    def test_files_that_are_not_read_are_rejected(self, tmp_path):
         described = ("a.heic", "b", "c.svg", "d.jpg", "sub/e.TGA")
         (tmp_path / "sub").mkdir()
         for name in (*described, "d.npz", "alone.heic", "README.md"):
@@ -153,7 +146,7 @@ class TestFolder:
         assert [item.key for item in open_source(tmp_path).scan(new)] == [f"{root}/a.png"]
         assert (list(found.gone), list(found.changed)) == ([], []), "what was rejected is no change"
 
-    def test_captions_that_are_no_text_are_told(self, tmp_path):
+    def test_captions_that_are_no_text_are_rejected(self, tmp_path):
         lines = [{"file_name": f"{number}.png", "text": text} for number, text in enumerate([5, None, [], {"a": 1}])]
         for line in lines:
             (tmp_path / line["file_name"]).write_bytes(IMAGE)
@@ -167,7 +160,7 @@ class TestFolder:
             "no text: {'a': 1}",
         ]
 
-    def test_pipes_and_giant_files_are_refused(self, tmp_path):
+    def test_pipes_and_giant_files_are_rejected(self, tmp_path):
         for name in ("pipe.png", "giant.png", "a.png", "b.png"):
             (tmp_path / name).with_suffix(".txt").write_text("x")
         os.mkfifo(tmp_path / "pipe.png")
@@ -237,7 +230,7 @@ class TestFolder:
                 (folder / f"{stem}.txt").write_text(caption)
         (folder / "4.jpg").write_bytes(IMAGE)
         (folder / "4.json").write_text("[]")
-        write_parquet(tmp_path / "set" / "00000.parquet", {"url": ["x"], "caption": ["x"]})
+        write_table(tmp_path / "set" / "00000.parquet", {"url": ["x"], "caption": ["x"]})
         items = read(tmp_path / "set")
         assert reasons(items) == [["one"], ["from json"], ["three", "four"], "not_successful", "invalid_json"]
         assert items[0].key == "set/00000/0.jpg"
@@ -468,7 +461,7 @@ class TestWebDataset:
     def test_folder_and_pattern_are_in_order(self, tmp_path):
         for index in (2, 0, 1):
             write_tar(tmp_path / f"{index:05d}.tar", sample("000", IMAGE, b"x"))
-            write_parquet(tmp_path / f"{index:05d}.parquet", {"url": ["x"], "caption": ["x"]})
+            write_table(tmp_path / f"{index:05d}.parquet", {"url": ["x"], "caption": ["x"]})
             (tmp_path / f"{index:05d}_stats.json").write_text("{}")
         expected = [f"{tmp_path.name}/{index:05d}.tar/000" for index in range(3)]
         assert [record.key for record in read(tmp_path)] == expected
@@ -483,9 +476,9 @@ class TestWebDataset:
         items = read(tmp_path)
         kept = [item.key.split("/")[1:] for item in items if isinstance(item, Record)]
         assert kept == [["0.tar", "000"], ["0.tar", "001"], *(["1.tar", f"00{index}"] for index in range(5))]
-        refused = [item for item in items if isinstance(item, Rejected)]
-        assert [item.reason for item in refused] == [Reason.DAMAGED_FILE] * 3
-        assert [item.key.rpartition("/")[2] for item in refused] == ["0.tar", "2.tar", "3.tar"]
+        rejected = [item for item in items if isinstance(item, Rejected)]
+        assert [item.reason for item in rejected] == [Reason.DAMAGED_FILE] * 3
+        assert [item.key.rpartition("/")[2] for item in rejected] == ["0.tar", "2.tar", "3.tar"]
 
     @pytest.mark.parametrize(
         ("damage", "detail"),
@@ -508,10 +501,10 @@ class TestWebDataset:
         damaged = damage(content, content.index(b"3.png"))
         num_whole = 5 if len(damaged) > len(content) else 3
         tar.write_bytes(compress(damaged))
-        *records, refused = read(tar)
+        *records, rejected = read(tar)
         assert [item.key for item in records if isinstance(item, Record)] == [f"x.tar/{i}" for i in range(num_whole)]
-        assert isinstance(refused, Rejected) and refused.reason is Reason.DAMAGED_FILE
-        assert detail in refused.detail
+        assert isinstance(rejected, Rejected) and rejected.reason is Reason.DAMAGED_FILE
+        assert detail in rejected.detail
 
     def test_what_other_tools_write_is_whole(self, tmp_path):
         tar = write_tar(tmp_path / "x.tar", sample("0", IMAGE, b"x"))
@@ -708,7 +701,7 @@ class TestParquet:
             "vector": [[1.0]] * 4,
             "raw": [b"x"] * 4,
         }
-        path = write_parquet(tmp_path / "set.parquet", columns)
+        path = write_table(tmp_path / "set.parquet", columns)
         items = read(path)
         assert reasons(items) == [["one"], "missing_image", "missing_image", "missing_caption"]
         assert items[0].key == "set.parquet#0"
@@ -717,11 +710,11 @@ class TestParquet:
     @pytest.mark.parametrize("column", ["image", "jpg", "image_bytes"])
     def test_plain_bytes_and_lists(self, tmp_path, column):
         columns = {column: [IMAGE, IMAGE, IMAGE], "captions": [["a", " ", "b"], [], ["  "]]}
-        items = read(write_parquet(tmp_path / "x.parquet", columns))
+        items = read(write_table(tmp_path / "x.parquet", columns))
         assert reasons(items) == [["a", "b"], "missing_caption", "empty_caption"]
 
     def test_named_columns(self, tmp_path):
-        path = write_parquet(tmp_path / "x.parquet", {"photo": [IMAGE], "words": ["w"], "caption": ["c"]})
+        path = write_table(tmp_path / "x.parquet", {"photo": [IMAGE], "words": ["w"], "caption": ["c"]})
         items = read(path, image_column="photo", caption_column="words")
         assert bare(items) == [("x.parquet#0", IMAGE, ["w"], {"caption": "c"})]
 
@@ -734,7 +727,7 @@ class TestParquet:
             "error_message": [None, "404"],
             **{name: [value] * 2 for name, value in SCORES.items()},
         }
-        items = read(write_parquet(tmp_path / "00000.parquet", columns))
+        items = read(write_table(tmp_path / "00000.parquet", columns))
         assert reasons(items) == [["one"], "not_successful"]
         assert items[0].metadata == {**SCORES, "status": "success", "error_message": None}
         assert "404" in items[1].detail
@@ -751,7 +744,7 @@ class TestParquet:
         os.mkfifo(tmp_path / "set" / "pipe.png")
         names = [*good, *bad]
         columns = {"file_name": names, "caption": ["x"] * len(names), "tags": [["x", "y"]] * len(names)}
-        path = write_parquet(tmp_path / "set" / "x.parquet", columns)
+        path = write_table(tmp_path / "set" / "x.parquet", columns)
         items = read(path)
         assert reasons(items) == [["x"]] * 3 + list(bad.values())
         assert [item.image for item in items if isinstance(item, Record)] == [
@@ -760,17 +753,17 @@ class TestParquet:
         assert "img2dataset" in items[5].detail
         assert items[1].metadata == {"image_path": "sub/b.png", "tags": ["x", "y"]}
         names = [str(tmp_path / "set" / "sub" / "b.png"), "b.png"]
-        write_parquet(tmp_path / "set" / "sub" / "x.parquet", {"file_name": names, "caption": ["x"] * 2})
+        write_table(tmp_path / "set" / "sub" / "x.parquet", {"file_name": names, "caption": ["x"] * 2})
         assert [item.image for item in read(tmp_path / "set" / "*" / "*.parquet")] == [IMAGE + b"set/sub/b.png"] * 2
         structs = pa.array(
             [{"bytes": None, "path": "a.png"}], pa.struct([("bytes", pa.binary()), ("path", pa.string())])
         )
-        path = write_parquet(tmp_path / "set" / "y.parquet", {"image": structs, "caption": ["x"]})
+        path = write_table(tmp_path / "set" / "y.parquet", {"image": structs, "caption": ["x"]})
         assert read(path)[0].image == IMAGE + b"set/a.png"
 
     def test_a_column_named_as_the_path_stays(self, tmp_path):
         columns = {"image": [{"bytes": IMAGE, "path": "a.png"}], "caption": ["x"], "image_path": ["own"]}
-        assert read(write_parquet(tmp_path / "x.parquet", columns))[0].metadata == {"image_path": "own"}
+        assert read(write_table(tmp_path / "x.parquet", columns))[0].metadata == {"image_path": "own"}
 
     def test_json_and_uuids(self, tmp_path):
         def of_json(texts):
@@ -778,13 +771,13 @@ class TestParquet:
 
         ids = pa.ExtensionArray.from_storage(pa.uuid(), pa.array([bytes(16), None], pa.binary(16)))
         columns = {"image": [IMAGE] * 2, "caption": of_json(["a", None]), "info": of_json(["{}", None]), "id": ids}
-        items = read(write_parquet(tmp_path / "x.parquet", columns))
+        items = read(write_table(tmp_path / "x.parquet", columns))
         assert reasons(items) == [["a"], "missing_caption"]
         assert items[0].metadata == {"info": "{}", "id": "00000000-0000-0000-0000-000000000000"}
 
     def test_a_folder_without_images_beside_a_file_of_the_same_name(self, tmp_path):
         for name in ("train", "val"):
-            write_parquet(tmp_path / f"{name}.parquet", {"image": [IMAGE], "caption": [name]})
+            write_table(tmp_path / f"{name}.parquet", {"image": [IMAGE], "caption": [name]})
         (tmp_path / "train").mkdir()
         (tmp_path / "train" / "notes.md").write_text("x")
         assert reasons(read(tmp_path)) == [["train"], ["val"]]
@@ -797,7 +790,7 @@ class TestParquet:
             "day": pa.array([2**31 - 1], pa.int32()).cast(pa.date32()),
             "span": pa.array([2**62], pa.duration("s")),
         }
-        (record,) = read(write_parquet(tmp_path / "x.parquet", {"image": [IMAGE], "text": ["c"], **columns}))
+        (record,) = read(write_table(tmp_path / "x.parquet", {"image": [IMAGE], "text": ["c"], **columns}))
         assert isinstance(record, Record)
         assert record.metadata["fine"] == "1970-01-01 00:00:00.000000001"
         assert record.metadata["zone"] is None
@@ -805,9 +798,9 @@ class TestParquet:
 
     def test_invalid_utf8(self, tmp_path):
         bad = pa.array([b"ok", b"\xff\xfe"]).view(pa.string())
-        items = read(write_parquet(tmp_path / "x.parquet", {"image": [IMAGE] * 2, "caption": bad, "note": bad}))
+        items = read(write_table(tmp_path / "x.parquet", {"image": [IMAGE] * 2, "caption": bad, "note": bad}))
         assert reasons(items) == [["ok"], "invalid_utf8"]
-        items = read(write_parquet(tmp_path / "y.parquet", {"image": [IMAGE] * 2, "caption": ["a", "b"], "note": bad}))
+        items = read(write_table(tmp_path / "y.parquet", {"image": [IMAGE] * 2, "caption": ["a", "b"], "note": bad}))
         assert items[1].metadata == {"note": "\\udcff\\udcfe"}
 
     @pytest.mark.parametrize(
@@ -820,24 +813,23 @@ class TestParquet:
         ],
     )
     def test_missing_columns_stop_at_once(self, tmp_path, columns, message):
-        write_parquet(tmp_path / "set" / "0.parquet", {"image": [b"x"], "caption": ["c"]})
-        write_parquet(tmp_path / "set" / "1.parquet", columns)
+        write_table(tmp_path / "set" / "0.parquet", {"image": [b"x"], "caption": ["c"]})
+        write_table(tmp_path / "set" / "1.parquet", columns)
         with pytest.raises(DataError, match=message):
             read(tmp_path / "set")
 
     def test_two_columns_of_a_name(self, tmp_path):
         table = pa.table([pa.array([IMAGE]), pa.array(["a"]), pa.array(["b"])], names=["image", "caption", "caption"])
-        pq.write_table(table, tmp_path / "x.parquet")
         with pytest.raises(DataError, match=r"x\.parquet.*caption"):
-            read(tmp_path / "x.parquet")
+            read(write_table(tmp_path / "x.parquet", table))
 
     def test_read_on_behind_damage(self, tmp_path):
         images = [noise(40, 40, index) for index in range(200)]
-        path = write_parquet(
+        path = write_table(
             tmp_path / "set" / "0.parquet", {"image": images, "caption": ["c"] * 200},
             row_group_size=20, compression="gzip", use_dictionary=False,
         )  # fmt: skip
-        write_parquet(tmp_path / "set" / "1.parquet", {"image": [IMAGE], "caption": ["c"]})
+        write_table(tmp_path / "set" / "1.parquet", {"image": [IMAGE], "caption": ["c"]})
         content = bytearray(path.read_bytes())
         start = pq.read_metadata(path).row_group(4).column(0).data_page_offset
         content[start : start + 20000] = bytes(20000)
@@ -854,7 +846,7 @@ class TestParquet:
 
     @pytest.mark.timeout(300)
     def test_pipes(self, tmp_path):
-        write_parquet(tmp_path / "set" / "0.parquet", {"image": [IMAGE], "caption": ["c"]})
+        write_table(tmp_path / "set" / "0.parquet", {"image": [IMAGE], "caption": ["c"]})
         os.mkfifo(tmp_path / "set" / "1.parquet")
         assert reasons(read(tmp_path / "set")) == [["c"], "unreadable"]
 
@@ -864,12 +856,12 @@ class TestParquet:
             "caption": ["fits", "x " * 60, "w" * 21, "fits", "fits"],
             "note": ["", "", "", "n" * 1100, ""],
         }
-        path = write_parquet(tmp_path / "x.parquet", columns)
+        path = write_table(tmp_path / "x.parquet", columns)
         limits = LimitsConfig(max_image_mb=1, max_caption_characters=100, max_word_characters=20, max_metadata_kb=1)
         assert reasons(read(path, limits=limits)) == [["fits"], *["too_large"] * 4]
 
     def test_partitions_end_with_row_groups(self, tmp_path):
-        write_parquet(tmp_path / "x.parquet", {"image": [IMAGE] * 100, "caption": ["c"] * 100}, row_group_size=7)
+        write_table(tmp_path / "x.parquet", {"image": [IMAGE] * 100, "caption": ["c"] * 100}, row_group_size=7)
         source = open_source(tmp_path / "x.parquet")
         assert [(one.start, one.stop) for one in partitions(source)] == [
             (0, 21),
@@ -887,7 +879,7 @@ class TestParquet:
         captions = pa.array([["w " * 5_000] * 1_000] * 16, pa.list_(pa.string()))
         images = pa.array([bytes(2**23)] * 32 + [IMAGE] * 16, pa.binary())
         columns = {"image": images, "caption": pa.concat_arrays([pa.array([["x"]] * 32), captions])}
-        path = write_parquet(tmp_path / "x.parquet", columns, compression="zstd")
+        path = write_table(tmp_path / "x.parquet", columns, compression="zstd")
         before, most = pa.total_allocated_bytes(), 0
         limits, items = LimitsConfig(max_image_mb=1), []
         source = open_source(path, limits=limits)
@@ -899,7 +891,7 @@ class TestParquet:
 
     def test_captions_together_are_limited(self, tmp_path):
         columns = {"image": [IMAGE] * 3, "caption": [["w " * 400] * 2, ["w " * 400] * 3, ["w " * 600]]}
-        path = write_parquet(tmp_path / "x.parquet", columns)
+        path = write_table(tmp_path / "x.parquet", columns)
         items = read(path, limits=LimitsConfig(max_captions_kb=2, max_word_characters=1))
         assert reasons(items) == [["w " * 399 + "w"] * 2, "too_large", ["w " * 599 + "w"]]
         assert "max_captions_kb" in details(items)[0]
@@ -911,10 +903,10 @@ class TestParquet:
         noisy = [os.urandom(2**20) for _ in range(4)]
         columns: dict = {"image": [IMAGE] * 4 + large + noisy + [IMAGE] * 8}
         columns["caption"] = ["c"] * 12 + ["w " * 2**18] * 4 + ["c"] * 4
-        source = open_source(write_parquet(tmp_path / "x.parquet", columns, **pages))
+        source = open_source(write_table(tmp_path / "x.parquet", columns, **pages))
         assert reasons(scan(source)) == [["c"]] * 4 + ["too_large"] * 4 + [["c"]] * 4 + ["too_large"] * 4 + [["c"]] * 4
         before, most = pa.total_allocated_bytes(), 0
-        write_parquet(tmp_path / "y.parquet", {"image": large, "caption": ["c"] * 4}, **pages)
+        write_table(tmp_path / "y.parquet", {"image": large, "caption": ["c"] * 4}, **pages)
         source = open_source(tmp_path / "y.parquet")
         for _ in source.scan(partitions(source)[0]):
             most = max(most, pa.total_allocated_bytes() - before)
@@ -947,7 +939,7 @@ def test_long_captions_come_whole_from_every_layout(tmp_path):
     with (tmp_path / "csv" / "metadata.csv").open("w", newline="") as table:
         csv.writer(table).writerows([("file_name", "text"), ("a.png", caption)])
     write_tar(tmp_path / "x.tar", sample("a", IMAGE, caption.encode()))
-    write_parquet(tmp_path / "x.parquet", {"image": [IMAGE], "caption": [caption]})
+    write_table(tmp_path / "x.parquet", {"image": [IMAGE], "caption": [caption]})
     limits = LimitsConfig(max_caption_characters=200_000)
     for name in ("beside", "jsonl", "csv", "x.tar", "x.parquet"):
         assert [item.captions for item in read(tmp_path / name, limits=limits)] == [[caption.strip()]], name
@@ -963,11 +955,10 @@ def test_images_that_are_gone_after_the_scan(tmp_path, layout):
         if layout == "images":
             write_folder(tmp_path / layout, num)
         elif layout == "mds":
-            with MDSWriter(out=str(tmp_path / layout), columns={"image": "bytes", "caption": "str"}) as writer:
-                for _ in range(num):
-                    writer.write({"image": IMAGE, "caption": "x"})
+            samples = [{"image": IMAGE, "caption": "x"}] * num
+            write_mds(tmp_path / layout, {"image": "bytes", "caption": "str"}, samples)
         elif layout == "x.parquet":
-            write_parquet(tmp_path / layout, columns, row_group_size=2)
+            write_table(tmp_path / layout, columns, row_group_size=2)
         elif layout == "x.arrow":
             with pa.ipc.new_stream(tmp_path / layout, pa.table(columns).schema) as stream:
                 stream.write_table(pa.table(columns), max_chunksize=2)
@@ -993,12 +984,8 @@ def test_a_file_that_is_gone_since_the_listing_is_no_rejection(tmp_path, layout)
     elif layout == "x.tar":
         root.mkdir()
         write_tar(root / layout, sample("0", IMAGE, b"x"))
-    elif layout == "x.parquet":
-        write_parquet(root / layout, columns)
     else:
-        root.mkdir()
-        with pa.ipc.new_stream(root / layout, pa.table(columns).schema) as stream:
-            stream.write_table(pa.table(columns))
+        write_table(root / layout, columns)
     source = open_source(root)
     (partition,) = partitions(source)
     root.rename(tmp_path / "elsewhere")
@@ -1108,8 +1095,8 @@ class TestOpening:
         assert len(set(keys)) == 6
 
     def test_columns_per_source(self, tmp_path):
-        one = write_parquet(tmp_path / "1.parquet", {"photo": [IMAGE], "TEXT": ["one"]})
-        two = write_parquet(tmp_path / "2.parquet", {"photo": [IMAGE], "caption": ["two"]})
+        one = write_table(tmp_path / "1.parquet", {"photo": [IMAGE], "TEXT": ["one"]})
+        two = write_table(tmp_path / "2.parquet", {"photo": [IMAGE], "caption": ["two"]})
         entries = [{"path": str(one), "caption_column": "TEXT"}, SourceConfig(path=str(two))]
         sources = open_sources(entries, image_column="photo")
         assert [reasons(scan(source)) for source in sources] == [[["one"]], [["two"]]]
@@ -1160,5 +1147,5 @@ class TestOpening:
 
     def test_kind_by_content(self, tmp_path):
         write_tar(tmp_path / "one", sample("0", IMAGE, b"x"))
-        write_parquet(tmp_path / "two", {"image": [IMAGE], "caption": ["c"]})
+        write_table(tmp_path / "two", {"image": [IMAGE], "caption": ["c"]})
         assert [open_source(tmp_path / name).kind for name in ("one", "two")] == ["webdataset", "parquet"]

@@ -15,7 +15,7 @@ from diffusion.preparation.records import Reason, Record, Rejected
 from diffusion.preparation.sources import detection, open_sources
 from diffusion.preparation.sources.huggingface import HuggingFaceSource
 from diffusion.preparation.sources.reading import list_folder
-from tests.tools.image_files import noise, write_tar
+from tests.tools.image_files import noise, write_table, write_tar
 from tests.tools.preparing import prepare
 from tests.tools.sources import open_source, partitions, read, reasons, write_known
 
@@ -123,9 +123,8 @@ class TestOnDisk:
             open_source(tmp_path / "saved")
 
     def test_file_format_and_columns(self, tmp_path):
-        table = pa.table({"photo": [noise(4, 4)], "words": pa.array([b"\xff"]).view(pa.string())})
-        with pa.ipc.new_file(tmp_path / "x.arrow", table.schema) as writer:
-            writer.write_table(table)
+        columns = {"photo": [noise(4, 4)], "words": pa.array([b"\xff"]).view(pa.string())}
+        write_table(tmp_path / "x.arrow", columns)
         with pytest.raises(DataError, match=r"no column image or .*it has photo, words.*image_column"):
             open_source(tmp_path / "x.arrow")
         (item,) = read(tmp_path / "x.arrow", image_column="photo", caption_column="words")

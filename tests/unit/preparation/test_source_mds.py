@@ -1,3 +1,4 @@
+import functools
 import io
 import json
 import os
@@ -8,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from streaming import MDSWriter
 from streaming.base.compression import compress, decompress
 from streaming.base.format.mds.encodings import mds_encode
 
@@ -16,16 +16,11 @@ from diffusion.errors import DataError
 from diffusion.preparation.config import LimitsConfig
 from diffusion.preparation.records import Reason, Record, Rejected
 from diffusion.preparation.sources import mds, open_sources
+from tests.tools import image_files
 from tests.tools.image_files import noise
 from tests.tools.sources import details, open_source, partitions, read, reasons, write_known
 
-
-def write_mds(folder: Path, columns: dict[str, str], samples: list[dict], **options) -> Path:
-    with MDSWriter(out=str(folder), columns=columns, size_limit=2000, hashes=["sha1"], **options) as writer:
-        for sample in samples:
-            writer.write(sample)
-    return folder
-
+write_mds = functools.partial(image_files.write_mds, size_limit=2000, hashes=["sha1"])
 
 IMAGES = {f"set/{number:04d}.png": noise(37, 32, number) for number in range(12)}
 
