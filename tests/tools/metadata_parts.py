@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,26 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from diffusion import storage
 from diffusion.formats.data_set import METADATA, SCORES
 from diffusion.preparation.layout import SCHEMA, part_name
 from diffusion.preparation.records import Partition
 from diffusion.preparation.scan import Scan
-from tests.tools.scored_data import ToySource
+
+
+@dataclass(frozen=True)
+class ToySource:
+    """Partition `p` has the image files `p/0.png`, `p/1.png` ... below a folder."""
+
+    folder: str
+    name: str = "toy"
+    kind: str = "toy"
+    read: list[str] = field(default_factory=list, compare=False)
+
+    def images(self, partition, locations):
+        for location in locations:
+            self.read.append(location.file)
+            yield storage.read(str(Path(self.folder, location.file)))
 
 
 def image(number: int, **given: Any) -> dict[str, Any]:

@@ -1,18 +1,17 @@
 """Plug-ins, a source and a scanned data set for tests of scores."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 from PIL import Image
 
-from diffusion import storage
 from diffusion.preparation.records import Partition
 from diffusion.preparation.scan import Scan
 from tests.tools.image_files import encode
-from tests.tools.metadata_parts import write_part
+from tests.tools.metadata_parts import ToySource, write_part
 
 COLOURS = ["red", "green", "white", "blue", "black", "gray", "yellow"]
 CALLS: list[Any] = []
@@ -54,21 +53,6 @@ class FirstWords:
 
     def __call__(self, images, captions):
         return [self.values.get(texts[0]) for texts in captions]
-
-
-@dataclass(frozen=True)
-class ToySource:
-    """Partition `p` has the image files `p/0.png`, `p/1.png` ... below a folder."""
-
-    folder: str
-    name: str = "toy"
-    kind: str = "toy"
-    read: list[str] = field(default_factory=list, compare=False)
-
-    def images(self, partition, locations):
-        for location in locations:
-            self.read.append(location.file)
-            yield storage.read(str(Path(self.folder, location.file)))
 
 
 class VisibleGpus:

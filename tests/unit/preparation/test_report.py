@@ -22,8 +22,7 @@ from diffusion.preparation.report import NUM_SHOWN, write_report
 from diffusion.preparation.scan import Scan
 from diffusion.preparation.select import select
 from tests.tools.image_files import encode, noise
-from tests.tools.metadata_parts import image, write_part
-from tests.tools.scored_data import ToySource
+from tests.tools.metadata_parts import ToySource, image, write_part
 
 CHROMIUM = shutil.which("chromium")
 HOSTILE = (
