@@ -117,8 +117,8 @@ def train_loader(
         cache_limit=None if config.cache_limit is None else parse_size(config.cache_limit, "data.cache_limit"),
         **_data_options(config, None, tokenize, with_logvar, score_names, files),
     )
-    has_shapes = config.mixing is Mixing.groups and len(config.known_sizes) > 1
-    collate_fn = partial(collate, group_size=config.group_size if has_shapes else None)
+    has_several_sizes = config.mixing is Mixing.groups and len(config.known_sizes) > 1
+    collate_fn = partial(collate, group_size=config.group_size if has_several_sizes else None)
     steps = TrainingSteps(dataset, rank=rank, num_ranks=num_ranks)
     return BatchLoader(dataset, batch_sampler=steps, collate_fn=collate_fn, **_loader_options(config))
 

@@ -17,7 +17,7 @@ from diffusion.datasets.balanced import Integers
 from diffusion.datasets.sample_order import SHARDS_OF_STREAMS, GlobalOrder, hash_shards, order_settings, stream_shapes
 from diffusion.datasets.streams import StreamLocation, Substitutes, find_substitutes, locate_streams
 from diffusion.errors import DataError
-from diffusion.formats.shards import INDEX, SampleDecoder, Shard, read_shard, read_shards
+from diffusion.formats.shards import INDEX, SampleDecoder, Shard, read_shard, read_shards, shards_with_indices
 
 CHUNK = 2**18
 """Samples of the order that are computed at once."""
@@ -149,8 +149,7 @@ def exposures(config: Config, folders: list[Path], counts: list[NDArray[np.int32
     """Look up the samples that were seen, by `times_seen`, stream by stream, in the order of the data."""
     with tqdm(total=sum(map(len, counts)), unit=" samples", unit_scale=True, disable=None) as bar:
         for stream, folder, count in zip(config.data.streams, folders, counts, strict=True):
-            first = 0
-            for shard in read_shards(folder):
+            for first, shard, _ in shards_with_indices(read_shards(folder)):
                 seen = np.flatnonzero(count[first : first + shard.num_samples])
                 if len(seen):
                     if "key" not in shard.format.names:
@@ -166,5 +165,4 @@ def exposures(config: Config, folders: list[Path], counts: list[NDArray[np.int32
                             key=columns["key"],
                             metadata=columns.get("metadata") or {},
                         )
-                first += shard.num_samples
                 bar.update(shard.num_samples)

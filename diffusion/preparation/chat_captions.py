@@ -10,6 +10,7 @@ breaks off is asked for again; a refusal is not. Each answer goes to a journal a
 again for the images whose requests were under way, at most `concurrency` of each worker, and for no other.
 """
 
+import itertools
 import json
 import re
 import tempfile
@@ -135,14 +136,11 @@ class ChatCaptioner:
             try:
                 while True:
                     try:
-                        while error is None and len(pending) < limit:
-                            number, image, captions = next(source)
+                        for number, image, captions in itertools.islice(source, 0 if error else limit - len(pending)):
                             url = data_url(image, self._config.max_side)
                             if not pending:
                                 self._chat.begin()
                             pending[pool.submit(self._caption, url, captions)] = number
-                    except StopIteration:
-                        pass
                     except Exception as raised:  # noqa: BLE001 it is raised below
                         error = raised
                     if not pending:

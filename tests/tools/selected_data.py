@@ -71,7 +71,7 @@ class SelectedData:
     out: str
     source: Any
     tasks: list[list[list[list[int]]]]
-    """Of each generation, its tasks: windows of partitions."""
+    """Tasks of each generation: windows of partitions."""
     images: list[list[int]]
     """Numbers of the images of each partition."""
     generation_of: list[int]

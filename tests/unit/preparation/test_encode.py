@@ -348,7 +348,7 @@ def command(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it encodes is shown in tests/integration/test_encode_ranks.py."""
+    """Mistakes; the result of the command is shown in tests/integration/test_encode_ranks.py."""
     (tmp_path / "run.yaml").write_text("model: {architecture: tiny, frozen_seed: -3, text_encoder: {chunks: 0}}\n")
     with pytest.raises(ConfigurationError, match=r"(?s)model\.text_encoder\.chunks is 0.*model\.frozen_seed is -3"):
         command(str(prepared), str(tmp_path / "out"), "--config", str(tmp_path / "run.yaml"), monkeypatch=monkeypatch)

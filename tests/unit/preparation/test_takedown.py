@@ -344,7 +344,7 @@ def test_files_outside_of_a_data_set_stay(data, tmp_path, where):
 
 @pytest.mark.parametrize("near", [False, True])
 def test_copies_of_removed_images_stay_out(tmp_path, near):
-    """Of the bytes, and on request of the look: over growth, a new selection, and where they are in the data."""
+    """Copies by their bytes, and on request by their look: over growth, a new selection, and those in the data."""
     source, out = tmp_path / "set", tmp_path / "out"
     options = {"edges": [16], "duplicates": DuplicatesConfig()}
     image = smooth_image(0, 64, 48)

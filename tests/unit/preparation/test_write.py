@@ -83,7 +83,7 @@ def test_what_is_carried_is_limited(tmp_path):
 
 @pytest.mark.parametrize("scratch", [False, True])
 def test_a_large_partition_is_written_in_pieces(tmp_path, monkeypatch, scratch):
-    """Of 40 images at most those of a window, and as much that is carried, are held at a time."""
+    """At most the images of a window, and as many that are carried over, are held at a time."""
     data, held, original = build(tmp_path, (40,), tasks=[[[0]]]), [], module._Shards.add
 
     def add(self, sample):
