@@ -257,14 +257,12 @@ def open_suites(config: ProtocolConfig, device: torch.device) -> list[Suite[Any]
     suites: list[Suite[Any]] = []
     if config.compositional is not None:
         suites.append(ObjectChecks.open(config.compositional, device))
-    # The questions are read before the model, which takes minutes.
-    asked = []
-    if (one := config.dpg) is not None:
-        items = dpg.read_items(Path(one.path).expanduser())
-        asked.append(partial(dpg.Dpg, items=items, images_per_prompt=one.images_per_prompt))
-    if (one := config.geneval2) is not None:
-        items = geneval2.read_items(Path(one.path).expanduser())
-        asked.append(partial(geneval2.GenEval2, items=items, images_per_prompt=one.images_per_prompt))
+    kinds = ((config.dpg, dpg.read_items, dpg.Dpg), (config.geneval2, geneval2.read_items, geneval2.GenEval2))
+    asked: list[Any] = [  # The questions are read before the model, which takes minutes.
+        partial(kind, items=read_items(Path(one.path).expanduser()), images_per_prompt=one.images_per_prompt)
+        for one, read_items, kind in kinds
+        if one is not None
+    ]
     if asked:
         assert config.networks.vqa is not None
         vqa = VisionLanguageModel(config.networks.vqa, device)

@@ -1,6 +1,5 @@
 """Suites: prompts of their own, whose images a detector, or a model that answers questions, judges one by one."""
 
-import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -68,8 +67,9 @@ class Suite(ABC, Generic[AnyItem]):
     def values(self, judged: Sequence[tuple[AnyItem, Any]]) -> dict[str, float]:
         """Values of the numbers, from the item and the judgement of each image: means of the scores."""
         scores: dict[str, list[float]] = {}
-        for name, score in itertools.chain.from_iterable(itertools.starmap(self.scores, judged)):
-            scores.setdefault(name, []).append(score)
+        for item, judgement in judged:
+            for name, score in self.scores(item, judgement):
+                scores.setdefault(name, []).append(score)
         return {name: self.unit * fmean(values) for name, values in scores.items()}
 
     def protocols(self, images: Mapping[str, Any]) -> dict[str, NumberProtocol]:

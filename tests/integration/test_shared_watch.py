@@ -13,7 +13,7 @@ import pytest
 
 from diffusion.evaluation.watch import COPIES, LEASES, LEDGER, read_ledger
 from diffusion.formats.run_folder import METRICS
-from tests.tools.evaluation_toys import write_images, write_prompts
+from tests.tools.evaluation_toys import overrides, write_images, write_prompts
 from tests.tools.logged_points import tensorboard_points
 from tests.tools.s3_server import S3Server, s3_process
 from tests.tools.training_runs import Job, TrainingServer
@@ -67,17 +67,10 @@ def watched(
     assert not any(ended.codes), ended.output[-3000:]
 
     def start(output: str) -> Job:
-        overrides = [
-            f"runs=[{root / 'first'}, {URL}]",
-            f"output_folder={root / output}",
-            f"protocol.prompts.path={root / 'prompts.txt'}",
-            f"protocol.reference.path={root / 'reference'}",
-            "protocol.metrics=[fid]",
-            "guidance_scales=[1.0, 2.0]",
-            "poll_seconds=0.2",
-            "loggers.tensorboard=true",
-        ]
-        command = ["evaluate.py", "tests/tools/toy_evaluation.yaml", "watch=true", *overrides]
+        settings = [f"runs=[{root / 'first'}, {URL}]", "protocol.metrics=[fid]", "guidance_scales=[1.0, 2.0]"]
+        settings += ["poll_seconds=0.2", "loggers.tensorboard=true"]
+        command = ["evaluate.py", "tests/tools/toy_evaluation.yaml", "watch=true"]
+        command += overrides(root, root / output, *settings)
         return server.start(1, command, **s3_process.environment)
 
     assert not any(start("one").finish().codes)

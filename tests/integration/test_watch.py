@@ -10,7 +10,7 @@ import pytest
 
 from diffusion.evaluation.watch import LEDGER, LedgerEntry, WatchLoggers, read_ledger
 from diffusion.operations.lease import Applicant
-from tests.tools.evaluation_toys import write_images, write_prompts
+from tests.tools.evaluation_toys import overrides, write_images, write_prompts
 from tests.tools.logged_points import tensorboard_points, wandb_rows
 from tests.tools.s3_server import S3Server, s3_process
 from tests.tools.training_runs import Job, TrainingServer
@@ -38,21 +38,20 @@ def watched(
     write_images(root / "reference", 5)
     write_prompts(root / "prompts.txt", ["a red star", "a blue star"])
     run, output = root / "run", root / "evaluation"
-    overrides = [
+    of_watcher = overrides(
+        root,
+        output,
         f"model={URL}",
-        f"output_folder={output}",
-        f"protocol.prompts.path={root / 'prompts.txt'}",
-        f"protocol.reference.path={root / 'reference'}",
         "protocol.metrics=[fid]",
         "protocol.sampling.num_inference_steps=1",
         "guidance_scales=[1.0]",
         "weights=[raw, ema]",
         "poll_seconds=0.2",
         "loggers={tensorboard: true, wandb: {offline: true}}",
-    ]
+    )
 
     def start_watcher() -> Job:
-        command = ["evaluate.py", "tests/tools/toy_evaluation.yaml", "watch=true", *overrides]
+        command = ["evaluate.py", "tests/tools/toy_evaluation.yaml", "watch=true", *of_watcher]
         return server.start(NUM_RANKS, command, WANDB_SILENT="true", **s3_process.environment)
 
     first = start_watcher()
@@ -109,12 +108,9 @@ def test_writers_never_meet_and_write_no_point_twice(watched):
 def test_an_undecodable_reference_image_ends_all_ranks_and_skips_no_checkpoint(server, s3_process, watched, tmp_path):
     write_images(tmp_path / "reference", 5)
     (tmp_path / "reference" / "004.png").write_bytes(b"no image")  # In the second batch, of the last rank.
-    command = ["evaluate.py", "tests/tools/toy_evaluation.yaml", "watch=true", f"model={URL}", "batch_size=4"]
-    command += [f"output_folder={tmp_path / 'out'}", f"protocol.reference.path={tmp_path / 'reference'}"]
-    command += [
-        f"protocol.prompts.path={write_prompts(tmp_path / 'prompts.txt', ['a', 'b'])}",
-        "protocol.metrics=[fid]",
-    ]
+    write_prompts(tmp_path / "prompts.txt", ["a", "b"])
+    settings = ("watch=true", f"model={URL}", "batch_size=4", "protocol.metrics=[fid]")
+    command = ["evaluate.py", "tests/tools/toy_evaluation.yaml", *overrides(tmp_path, tmp_path / "out", *settings)]
     ended = server.start(NUM_RANKS, command, **s3_process.environment).finish()
     assert set(ended.codes) == {2}, ended.output[-3000:]
     assert "004.png" in ended.output
