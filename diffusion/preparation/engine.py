@@ -198,11 +198,13 @@ def _run_by_processes(
     pickled = cloudpickle.dumps(make)
     waiting: Iterator[bytes] = map(cloudpickle.dumps, tasks)
     gpus = visible_gpus() if num_gpus else []
+    count = min(math.ceil(num_gpus), len(gpus))
     processes: list[_Process] = []
     suspects: deque[bytes] = deque()
     try:
         for index, task in enumerate(itertools.islice(waiting, number)):
-            processes.append(_Process(pickled, _gpus_of(index, num_gpus, gpus)))
+            names = ",".join(gpus[(index * count + place) % len(gpus)] for place in range(count))
+            processes.append(_Process(pickled, names))
             processes[-1].give(iter([task]))
         for process in processes:
             process.give(waiting, _WAITING - 1)
@@ -279,12 +281,6 @@ def visible_gpus() -> list[str]:
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = given.split(",") if given is not None else list(map(str, range(torch.cuda.device_count())))
     return names[: torch.cuda.device_count()]
-
-
-def _gpus_of(index: int, num_gpus: float, gpus: list[str]) -> str:
-    """GPUs of a process; none where there are none."""
-    count = min(math.ceil(num_gpus), len(gpus))
-    return ",".join(gpus[(index * count + place) % len(gpus)] for place in range(count))
 
 
 # Ray Data: groups of tasks are its blocks, which a pool of actors maps to blocks of answers.

@@ -134,8 +134,8 @@ class TableSource(Source):
         if is_failed(metadata):
             return not_successful(key, metadata, location)
         captions = [batch.column(name)[at] for name in columns.captions]
-        caption = next((one for one in captions if _has_text(one, self.text_limit())), captions[0])
-        limit, limits = self.text_limit(), "limits.max_caption_characters"
+        limit, limits = self.text_limit(), "limits.max_caption_characters"  # Longer ones are not decoded.
+        caption = next((one for one in captions if _bytes_of(one) > limit or has_text(_value_of(one))), captions[0])
         if _is_list(caption.type):  # Each entry has an end in the buffer.
             limit += self.limits.max_captions_kb * 2**10 + 8 * MAX_CAPTIONS
             limits += " or limits.max_captions_kb"
@@ -209,11 +209,6 @@ def _decode_base64(text: str) -> bytes | None:
     except ValueError:
         return None
     return image if len(image) >= _MIN_BASE64 and file_format(image) != "other" else None
-
-
-def _has_text(scalar: Any, limit: int) -> bool:
-    """Check that a caption is more than white space; one of more bytes than `limit` is."""
-    return _bytes_of(scalar) > limit or has_text(_value_of(scalar))
 
 
 def _bytes_of(scalar: Any) -> int:
