@@ -164,7 +164,7 @@ class Chat:
         """
         try:
             listed = self._request("GET", "/models", None, 2 * _CONNECT_SECONDS)
-            names = [str(one["id"]) for one in listed["data"]]
+            names = [str(one["id"]) for one in listed["data"] if isinstance(one, dict) and "id" in one]
         except _TemporaryError as error:
             raise UnavailableError(
                 f"no chat server answers at {self._url} ({error}); start it, or correct the URL"

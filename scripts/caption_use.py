@@ -10,7 +10,7 @@ from diffusion.launch import CommandParser, choose_device, positive, run_command
 def main() -> None:
     """Measure and print."""
     parser = CommandParser(description=__doc__)
-    add_model(parser)
+    add_model(parser, help_text="checkpoint or run folder, with validation data in its configuration")
     parser.add_argument("--seeds", type=positive, default=3, help="evaluation seeds")
     parser.add_argument("--device", default=None, help="cpu, cuda ...; default: a GPU if available")
     arguments = parser.parse_args()

@@ -40,14 +40,15 @@ class FrozenPaths:
         return replace(config, pretrained=pretrained, vae=vae, text_encoder=text)
 
 
-def add_model(parser: argparse.ArgumentParser, *, compares: bool = False) -> None:
+def add_model(parser: argparse.ArgumentParser, *, compares: bool = False, help_text: str | None = None) -> None:
     """Add arguments for a trained model: checkpoint and weights, and parts beside it, which `frozen_paths` reads.
 
     A command that compares weights takes several, and by default those that there are.
     """
     parser.add_argument(
         "checkpoint",
-        help="checkpoint, run folder or its `checkpoints` folder (newest checkpoint), or a file of averaged weights",
+        help=help_text
+        or "checkpoint, run folder or its `checkpoints` folder (newest checkpoint), or a file of averaged weights",
     )
     words = "raw: training weights; ema: their average; decay-0.999: one of several averages. Default: raw"
     if compares:

@@ -312,7 +312,7 @@ def side_factor(config: ModelConfig) -> int:
 
 def image_side_factor(config: Config) -> int:
     """Both sides of a training image in pixels are multiples of it: without a network, of the trained VAE's factor."""
-    if config.task is not Task.autoencoder:
+    if config.task is not Task.autoencoder or config.model.architecture.is_pixel:
         return side_factor(config.model)
     with torch.device("meta"):
         vae = build_vae(ARCHITECTURES[config.model.architecture], config.autoencoder.vae)
@@ -347,7 +347,7 @@ def build_vae(spec: ArchitectureSpec, changes: Mapping[str, Any] | None = None) 
     assert spec.vae is not None, "a network on pixels has no VAE"
     changes = dict(changes or {})
     name = changes.pop("_class_name", AutoencoderKL.__name__)
-    kind = VAE_CLASSES.get(name)
+    kind = VAE_CLASSES.get(str(name))
     if kind is None:
         known = ", ".join(VAE_CLASSES)
         raise ConfigurationError(f"autoencoder.vae._class_name is {name!r}: set it to one of {known}, or leave it out")

@@ -146,7 +146,7 @@ def _limited(starts: Sequence[StartCosts], limits: OperationsConfig) -> list[tup
     """Return of each limited quantity the words for an amount and its limit, the use so far, and the limit."""
     hours, dollars = sum(start.gpu_hours for start in starts), sum(start.dollars for start in starts)
     rows = [
-        ("{:,.4g} of {:,.4g} GPU-hours (operations.max_gpu_hours)", hours, limits.max_gpu_hours),
+        ("{:,.2f} of {:,.2f} GPU-hours (operations.max_gpu_hours)", hours, limits.max_gpu_hours),
         ("${:,.2f} of ${:,.2f} (operations.max_dollars)", dollars, limits.max_dollars),
     ]
     return [(words, used, limit) for words, used, limit in rows if limit is not None]

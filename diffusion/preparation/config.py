@@ -102,7 +102,7 @@ class ConditionConfig:
         """Describe a condition without a column, or without limits or values that can be kept."""
         if self.column in ("", MISSING):
             yield f"{key}.column is missing: give a measure, a score or a key of the metadata"
-        elif (self.min is None and self.max is None) == (not self.one_of):
+        elif self.one_of == [] or (self.min is None and self.max is None) == (self.one_of is None):
             yield f"{key} on '{self.column}': give one_of, or min and max or one of them"
         yield from _order_problems(f"{key}.min", self.min, f"{key}.max", self.max)
 

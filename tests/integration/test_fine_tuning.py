@@ -23,7 +23,7 @@ from diffusion.evaluation.protocol import Number, Result
 from diffusion.export import Licences, export
 from diffusion.loading import load_model, read_trained
 from diffusion.models.architectures import TINY, build_vae
-from diffusion.models.autoencoder import save_autoencoder
+from diffusion.models.latents import latent_space
 from diffusion.planning.plan import plan_run
 from tests.tools.pipelines import images_of_model, images_of_pipeline, read_pipeline
 from tests.tools.runs import difference, losses, newest, weights_of
@@ -46,7 +46,9 @@ def vae(tmp_path_factory) -> Path:
     """A VAE with statistics per channel, as those that are trained here."""
     folder = tmp_path_factory.mktemp("autoencoder") / "vae"
     torch.manual_seed(1)
-    save_autoencoder(build_vae(TINY), [0.3, -1.2, 0.1, 2.0], [0.5, 1.7, 0.9, 3.0], folder)
+    vae = build_vae(TINY)
+    latent_space(vae).set_statistics(torch.tensor([0.3, -1.2, 0.1, 2.0]), torch.tensor([0.5, 1.7, 0.9, 3.0]))
+    vae.save_pretrained(folder, safe_serialization=True)
     return folder
 
 

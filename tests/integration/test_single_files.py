@@ -20,7 +20,7 @@ from diffusion.export import ExportLayout, export, push_to_hub
 from diffusion.formats.marks import SOURCE_TYPE
 from diffusion.loading import Trained, load_model
 from diffusion.models.architectures import TINY, build_vae
-from diffusion.models.autoencoder import save_autoencoder
+from diffusion.models.latents import latent_space
 from scripts.doctor import check_initial_weights
 from tests.tools.forking import free_port
 from tests.tools.hub_server import TOKEN, Hub, hub
@@ -45,7 +45,9 @@ def runs(server, tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("runs")
     places = {name: root / name for name in ("base", "lora", "folder", "model.safetensors")}
     torch.manual_seed(1)
-    save_autoencoder(build_vae(TINY), [0.3, -1.2, 0.1, 2.0], [0.5, 1.7, 0.9, 3.0], root / "vae")
+    vae = build_vae(TINY)
+    latent_space(vae).set_statistics(torch.tensor([0.3, -1.2, 0.1, 2.0]), torch.tensor([0.5, 1.7, 0.9, 3.0]))
+    vae.save_pretrained(root / "vae", safe_serialization=True)
     common = [f"model.vae={root}/vae", *SHORT]
     server.train(1, [(TOY, [f"output_folder={places['base']}", *common])])
     start = [f"init_from.checkpoint={places['base']}", *LORA]

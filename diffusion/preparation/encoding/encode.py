@@ -13,7 +13,7 @@ import logging
 import math
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -249,7 +249,7 @@ def _taken(tasks: Sequence[ShardTask], counters: "_Counters") -> Iterator[ShardT
 
 def _encoded_by_workers(
     plan: _Plan, workers: Workers, load: Load, device: str, num_workers: int
-) -> Iterator[EncodedShard]:
+) -> Generator[EncodedShard, None, None]:
     """Encode shards in other processes, on a kind of device."""
     size = max(1, min(_SHARDS_PER_TASK, len(plan.tasks) // 64))
     tasks = [plan.tasks[start : start + size] for start in range(0, len(plan.tasks), size)]
@@ -282,13 +282,14 @@ class _Counters:
         return self._values[name]
 
 
-def _count(shards: Iterator[EncodedShard], plan: _Plan, counters: _Counters, progress: bool) -> None:
+def _count(shards: Generator[EncodedShard, None, None], plan: _Plan, counters: _Counters, progress: bool) -> None:
     """Count shards as they are encoded; a DataError if too many images are damaged."""
     before = max(output.num_damaged for output in plan.outputs)
     num_samples = max(output.num_samples for output in plan.outputs)
     total = sum(task.shard.num_samples for task in plan.tasks)
     try:
-        with progress_bar("encoding", total, shown=progress) as bar:
+        # A failure ends writers and workers before the claim is released.
+        with contextlib.closing(shards), progress_bar("encoding", total, shown=progress) as bar:
             for shard in shards:
                 for what in shard.damaged:
                     num_damaged = before + counters.add("damaged", 1)

@@ -9,7 +9,7 @@ import itertools
 import os
 import signal
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -90,7 +90,7 @@ class ImageBatch(NamedTuple):
 
 def encode_shards(
     tasks: Iterable[ShardTask], models: EncodingModels, settings: EncodingSettings, *, device: str, num_workers: int
-) -> Iterator[EncodedShard]:
+) -> Generator[EncodedShard, None, None]:
     """Encode shards and write them; the next one is taken and read while one is encoded.
 
     Yields:
