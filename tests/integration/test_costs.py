@@ -59,7 +59,7 @@ def test_the_use_of_a_budget_is_projected_to_the_last_step():
     starts = [start(0.0, starting=0.5, training=2.0), start(4 * HOUR, training=1.5)]
     starts[-1].reached = 250
     (hours, dollars) = project(starts, 1000, OperationsConfig(max_gpu_hours=128.0, max_dollars=250.0))
-    assert hours.endswith("128 of 128 GPU-hours (operations.max_gpu_hours) at step 1,000")
+    assert hours.endswith("128.00 of 128.00 GPU-hours (operations.max_gpu_hours) at step 1,000")
     assert dollars.endswith("$256.00 of $250.00 (operations.max_dollars) at step 1,000; it ends at step 976")
     starts[-1].reached = 0
     assert project(starts, 1000, OperationsConfig(max_gpu_hours=128.0)) == []
