@@ -154,6 +154,7 @@ SELECT format('web/{}.tar/{:010d}', number // 10000, number) AS key, draw(number
     if(uniform(number, 'reason') < 0.01, 'undecodable', '') AS reason, '' AS detail,
     (5.4 + 0.8 * normal(number, 'aesthetic'))::FLOAT AS aesthetic
 FROM images JOIN captions ON caption = draw(number, 'caption') % 300000
+ORDER BY number
 """
 
 

@@ -26,7 +26,7 @@ from diffusion.launch import CommandParser, positive, run_command
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = CommandParser(description=__doc__)
-    commands = parser.add_subparsers(required=True)
+    commands = parser.add_subparsers(required=True, metavar="ACTION")
     listing = commands.add_parser("list", help="status and costs of each run")
     listing.add_argument("folders", nargs="*", type=Path, default=[Path("runs")], help="default: runs/")
     for name, text in (("show", "time of a run by activity"), ("stop", "save and end")):

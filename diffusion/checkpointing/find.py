@@ -105,7 +105,7 @@ def find_checkpoints(folder: Path) -> list[Path]:
 class LocalCheckpoints:
     """The checkpoints of one run in a folder, as `RemoteCheckpoints` has those in a store.
 
-    A MachineError says that one cannot be removed.
+    A MachineError says that one cannot be read or removed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -113,7 +113,10 @@ class LocalCheckpoints:
 
     def present(self) -> list[Any]:
         """List the paths of all checkpoints, complete or not, oldest first."""
-        return list_checkpoints(self.folder)
+        try:
+            return list_checkpoints(self.folder)
+        except OSError as error:
+            raise MachineError(f"{error.filename} cannot be read: {error.strerror}") from error
 
     def remove(self, checkpoint: Any) -> None:
         """Remove a checkpoint, its index first."""
@@ -125,7 +128,11 @@ class LocalCheckpoints:
     def remove_half_written(self) -> None:
         """Remove what interrupted saves have left."""
         for path in self.present():
-            if is_half_written(path):
+            try:
+                is_incomplete = is_half_written(path)
+            except OSError as error:
+                raise MachineError(f"{error.filename} cannot be read: {error.strerror}") from error
+            if is_incomplete:
                 log.warning("removing %s, which is incomplete", path)
                 self.remove(path)
         for path in self.folder.glob(f"*ep*.pt{PARTIAL}"):

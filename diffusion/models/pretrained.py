@@ -209,7 +209,10 @@ def read_vae(source: str, vae: TrainedVAE) -> dict[str, Tensor]:
     """
     subfolder = "vae" if (Path(source).expanduser() / "vae").is_dir() else None
     # Not the file itself: diffusers renames the attention of older VAEs.
-    stored = load_pretrained(type(vae), source, subfolder, local_files_only=True)
+    stored = load_pretrained(AutoencoderKL, source, subfolder, others=VAE_CLASSES, local_files_only=True)
+    if type(stored) is not type(vae):
+        there, here = type(stored).__name__, type(vae).__name__
+        raise ConfigurationError(f"{source} holds an {there}, not an {here}: set autoencoder.vae._class_name={there}")
     check_config(stored, vae, source, "autoencoder.vae")
     return stored.state_dict()
 

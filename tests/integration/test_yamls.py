@@ -286,6 +286,7 @@ def test_the_microbatch_is_the_largest_that_fits_gpus_of_80_gb_with_a_tenth_to_s
     plan = plan_run(config, world_size=8)
     assert plan.memory.largest_microbatches is not None
     assert config.trainer.device_train_microbatch_size == plan.memory.largest_microbatches[80]
+    assert config.trainer.device_train_microbatch_size == plan.memory.microbatch_size
     assert plan.memory.gpu_bytes <= 0.9 * 80e9
 
 
