@@ -130,7 +130,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _argument(read: Callable[[str], T], words: str, holds: Callable[[T], bool]) -> Callable[[str], T]:
-    """Make the `type` of an argument from what reads its text, and a condition."""
+    """Make the `type` of an argument from a reader of its text, and a condition that its value meets."""
 
     def parse(text: str) -> T:
         try:

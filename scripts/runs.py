@@ -47,7 +47,13 @@ def parse_arguments() -> argparse.Namespace:
     inventory = commands.add_parser("inventory", help="data sets, checkpoints and caches, and which runs use them")
     inventory.add_argument("roots", nargs="+", metavar="ROOT", help="folder, or s3://bucket/prefix")
     inventory.add_argument(
-        "--runs", nargs="+", type=Path, default=[], dest="folders", help="run folders, or folders that contain them"
+        "--runs",
+        nargs="+",
+        type=Path,
+        default=[],
+        dest="folders",
+        metavar="RUN",
+        help="run folders, or folders that contain them",
     )
     for command in (costs, inventory):
         command.add_argument("--storage-price", type=float, help="dollars per TB and month")

@@ -8,6 +8,7 @@ import socket
 import statistics
 import time
 from collections import deque
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -91,7 +92,7 @@ class Heartbeat(Callback):
 
     def __init__(self, folder: Path, lease: Lease) -> None:
         self.folder, self._lease = folder, lease
-        self._renewal = renewed(lease, self._sync)
+        self._renewal = ExitStack()
         self._phase = Phase.starting
         self._count, self._step, self._num_done = 0, -1, 0
         self._changed = time.perf_counter()
@@ -109,13 +110,13 @@ class Heartbeat(Callback):
         callback_handler.register_start_callback(self._start_compilation)
         callback_handler.register_end_callback(self._end_compilation)
         self._write(Phase.starting)
-        self._renewal.__enter__()
+        self._renewal.enter_context(renewed(self._lease, self._sync))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._renewal.__exit__(None, None, None)
+        self._renewal.close()
         self._write(
             Phase.ended,
             code=exit_code(error),

@@ -6,7 +6,8 @@ Whole means that all files are there and long enough, which is seen without read
 import logging
 import os
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,15 @@ def find_checkpoints(folder: Path) -> list[Path]:
     return [path for path in list_checkpoints(folder) if is_complete(path)]
 
 
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Raise a MachineError for a file that cannot be `what`, with the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(f"{error.filename} ({error.strerror}) cannot be {what}") from error
+
+
 class LocalCheckpoints:
     """The checkpoints of one run in a folder, as `RemoteCheckpoints` has those in a store.
 
@@ -113,25 +123,19 @@ class LocalCheckpoints:
 
     def present(self) -> list[Any]:
         """List the paths of all checkpoints, complete or not, oldest first."""
-        try:
+        with _explained("read: check its permissions"):
             return list_checkpoints(self.folder)
-        except OSError as error:
-            raise MachineError(f"{error.filename} cannot be read: {error.strerror}") from error
 
     def remove(self, checkpoint: Any) -> None:
         """Remove a checkpoint, its index first."""
-        try:
+        with _explained("removed: remove it"):
             remove_checkpoint(checkpoint)
-        except OSError as error:
-            raise MachineError(f"{error.filename} cannot be removed: {error.strerror}. Remove it") from error
 
     def remove_half_written(self) -> None:
         """Remove what interrupted saves have left."""
         for path in self.present():
-            try:
+            with _explained("read: check its permissions"):
                 is_incomplete = is_half_written(path)
-            except OSError as error:
-                raise MachineError(f"{error.filename} cannot be read: {error.strerror}") from error
             if is_incomplete:
                 log.warning("removing %s, which is incomplete", path)
                 self.remove(path)
