@@ -57,7 +57,7 @@ class AdamW(torch.optim.AdamW):
 
 
 class Muon(AdamW):
-    """Muon with Nesterov momentum for one group of parameters, AdamW for another.
+    """Muon with Nesterov momentum for parameter groups with a `momentum`, AdamW for the others.
 
     For a matrix W [R, C] with gradient G:
 
@@ -69,15 +69,9 @@ class Muon(AdamW):
     2025, arXiv:2502.16982, equation 4). A convolution's weight [out, in, k, k] is a matrix [out, in * k * k].
 
     Args:
-        matrices: weights of two or more dimensions, which Muon updates.
-        others: parameters that AdamW updates.
-        momentum: decay of the momentum of matrices.
-        settings: of AdamW; learning rate and weight decay hold for both.
+        params: parameter groups; weights of those with a `momentum`, its decay, have two or more dimensions.
+        settings: of AdamW; learning rate and weight decay hold for all groups without their own.
     """
-
-    def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], *, momentum: float, **settings: Any):
-        groups: list[dict[str, Any]] = [{"params": matrices, "momentum": momentum}, {"params": others}]
-        super().__init__([group for group in groups if group["params"]], **settings)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set the state without AdamW's conversion of files of old releases of torch, which asks each for a step."""
@@ -117,12 +111,15 @@ class Muon(AdamW):
         return update.to(torch.bfloat16) if update.is_cuda else update
 
 
-def build_muon(model: nn.Module, *, momentum: float, **settings: Any) -> Muon:
-    """Build the optimizer of a model's trained parameters."""
-    matrices = hidden_matrices(model)
-    inside = set(matrices)
-    others = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in inside]
-    return Muon(matrices, others, momentum=momentum, **settings)
+def build_muon(model: nn.Module, groups: Iterable[dict[str, Any]], *, momentum: float, **settings: Any) -> Muon:
+    """Build the optimizer of a model's parameter groups, each divided into hidden matrices and the rest."""
+    inside = set(hidden_matrices(model))
+    divided: list[dict[str, Any]] = []
+    for group in groups:
+        matrices = [weight for weight in group["params"] if weight in inside]
+        others = [weight for weight in group["params"] if weight not in inside]
+        divided += [{**group, "params": matrices, "momentum": momentum}, {**group, "params": others}]
+    return Muon([group for group in divided if group["params"]], **settings)
 
 
 def scale_rates(optimizer: AdamW, wide: Collection[nn.Parameter], ratio: float) -> None:
@@ -149,8 +146,8 @@ def scale_rates(optimizer: AdamW, wide: Collection[nn.Parameter], ratio: float) 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """Trained weights of linear layers and convolutions within stacks of layers, which are `nn.ModuleList`.
 
-    Input and output layers and embeddings of time and sizes lie outside of stacks in all networks of the project.
-    Norms and biases have one dimension.
+    Input and output layers and embeddings of time and sizes lie outside of stacks in all networks of the project, and
+    so do all layers of a VAE's discriminator. Norms and biases have one dimension.
     """
     stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     inside = {parameter for stack in stacks for parameter in stack.parameters()}

@@ -498,12 +498,12 @@ def build_optimizer(config: Config, model: ComposerModel) -> AdamW:
         "weight_decay": optimizer.weight_decay,
         "fused": True,
     }
-    if optimizer.name is OptimizerName.muon:
-        built = build_muon(model, momentum=optimizer.momentum, **settings)
-    elif isinstance(model, AutoencoderTraining):
-        built = AdamW(model.parameter_groups(), **settings)
+    if isinstance(model, AutoencoderTraining):
+        groups = model.parameter_groups()
     else:
-        built = AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], **settings)
+        groups = [{"params": [parameter for parameter in model.parameters() if parameter.requires_grad]}]
+    is_muon = optimizer.name is OptimizerName.muon
+    built = build_muon(model, groups, momentum=optimizer.momentum, **settings) if is_muon else AdamW(groups, **settings)
     if optimizer.base_width is not None:
         assert isinstance(model, LatentDiffusion)
         wide = wide_matrices(model.network)

@@ -226,8 +226,6 @@ def _tasks(config: Config) -> Iterator[str]:
         yield "task is autoencoder, and model.architecture works on pixels. Set model.architecture=stable_diffusion_2."
     if config.data.representation is Representation.latents:
         yield "task is autoencoder, and the VAE is trained on images. Set data.representation=images."
-    if config.optimizer.name is not OptimizerName.adamw:
-        yield "task is autoencoder, which is trained by AdamW. Set optimizer.name=adamw."
     ignored = {f"model.{name}": "null" for name in config.model.ingredient_sections}
     ignored |= {"model.ingredients": "[]"} if config.model.ingredients else {}
     ignored |= {"trainer.activation_checkpointing": "false"} if config.trainer.activation_checkpointing else {}

@@ -109,7 +109,7 @@ def test_two_steps_follow_the_equations(shape):
     generator = torch.Generator().manual_seed(0)
     weight = nn.Parameter(torch.randn(shape, generator=generator))
     expected, momentum = weight.detach().clone().flatten(1), torch.zeros(shape).flatten(1)
-    optimizer = Muon([weight], [], momentum=0.95, **SETTINGS)
+    optimizer = Muon([{"params": [weight], "momentum": 0.95}], **SETTINGS)
     for _ in range(2):
         weight.grad = torch.randn(shape, generator=generator)
         gradient = weight.grad.flatten(1)
@@ -124,14 +124,15 @@ def test_two_steps_follow_the_equations(shape):
 def test_updates_have_the_size_of_those_of_adamw():
     weight = nn.Parameter(torch.zeros(64, 256))
     weight.grad = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
-    Muon([weight], [], momentum=0.95, **SETTINGS).step()
+    Muon([{"params": [weight], "momentum": 0.95}], **SETTINGS).step()
     assert weight.square().mean().sqrt().item() == pytest.approx(0.1 * 0.2, rel=0.15)
 
 
 def test_the_rest_is_updated_by_adamw_to_the_bit():
     ours, theirs = (nn.Parameter(torch.ones(5)) for _ in range(2))
     matrix = nn.Parameter(torch.ones(2, 2))
-    optimizers = [Muon([matrix], [ours], momentum=0.95, **SETTINGS), torch.optim.AdamW([theirs], **SETTINGS)]
+    groups = [{"params": [matrix], "momentum": 0.95}, {"params": [ours]}]
+    optimizers = [Muon(groups, **SETTINGS), torch.optim.AdamW([theirs], **SETTINGS)]
     for step in range(3):
         ours.grad = theirs.grad = torch.arange(5.0) - step
         for optimizer in optimizers:
@@ -190,10 +191,10 @@ def test_continues_from_its_state_to_the_bit():
 
     torch.manual_seed(0)
     model = nn.ModuleList([nn.Linear(6, 4), nn.Conv2d(2, 3, 3)])
-    optimizer = build_muon(model, momentum=0.9, **SETTINGS)
+    optimizer = build_muon(model, [{"params": list(model.parameters())}], momentum=0.9, **SETTINGS)
     run(model, optimizer, range(2))
     other = copy.deepcopy(model)
-    continued = build_muon(other, momentum=0.9, **SETTINGS)
+    continued = build_muon(other, [{"params": list(other.parameters())}], momentum=0.9, **SETTINGS)
     continued.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     run(model, optimizer, range(2, 4))
     run(other, continued, range(2, 4))
@@ -225,8 +226,8 @@ def test_muon_gets_all_matrices_but_those_of_inputs_and_outputs(architecture, ou
 def test_of_lora_only_the_trained_matrices():
     network = build_network(ModelConfig(architecture=Architecture.tiny))
     add_lora(network, LoraConfig(rank=2), seed=0)
-    [group] = build_muon(network, momentum=0.95, **SETTINGS).param_groups
-    assert set(group["params"]) == {weight for weight in network.parameters() if weight.requires_grad}
+    trained = {weight for weight in network.parameters() if weight.requires_grad}
+    assert set(hidden_matrices(network)) == trained
 
 
 def test_matrices_are_dealt_evenly():
@@ -324,8 +325,9 @@ def test_the_base_width_itself_and_the_weight_decay_of_a_step_change_nothing(nam
     others = [copy.deepcopy(model) for _ in range(2)]
     optimizers = []
     for one, ratio in zip((model, *others), (None, 1, 4), strict=True):
-        build = partial(build_muon, one, momentum=0.95) if name == "muon" else partial(AdamW, list(one.parameters()))
-        optimizers.append(build(**SETTINGS))
+        groups = [{"params": list(one.parameters())}]
+        build = partial(build_muon, one, momentum=0.95) if name == "muon" else AdamW
+        optimizers.append(build(groups, **SETTINGS))
         if ratio is not None:
             scale_rates(optimizers[-1], wide_matrices(one), ratio)
         for weight in one.parameters():
