@@ -42,7 +42,7 @@ CPU_SECONDS = 600.0
 CALIBRATION = (20, 80)
 """Steps between which the cost of a step is measured."""
 
-VAE_LENGTH = "trainer.max_duration=8000ba"
+VAE_SETTINGS = ["trainer.max_duration=8000ba", "optimizer.name=adamw", "optimizer.lr=1.6e-3"]
 
 SAMPLING: Mapping[str, Any] = {"guidance_scale": 3.0, "num_inference_steps": 25, "batch_size": 64}
 SETTINGS = (
@@ -84,7 +84,7 @@ class Task(Steps):
         if config.model.architecture.is_pixel:
             return None, prepared
         if self.vae is None:
-            train = ["run.py", "yamls/tiny/autoencoder.yaml", f"output_folder={autoencoder}", *data, VAE_LENGTH]
+            train = ["run.py", "yamls/tiny/autoencoder.yaml", f"output_folder={autoencoder}", *data, *VAE_SETTINGS]
             self.run("autoencoder", [*COMPOSER, *train, *(QUICK if self.quick else [])])
         if self.settings:
             prepared = self.out / self.settings.stem

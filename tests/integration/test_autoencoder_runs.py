@@ -44,6 +44,7 @@ def test_killed_and_resumed_it_has_the_same_weights_and_moments_to_the_bit(serve
         "trainer.device_train_microbatch_size=4",
         "schedule.warmup=1ba",
         "data.num_workers=0",
+        "optimizer.name=muon",
     ]
     runs = {name: tmp_path / name for name in ("whole", "killed", "alone")}
     plan = {name: [*common, f"output_folder={run}"] for name, run in runs.items()}

@@ -15,6 +15,7 @@ from diffusion.models.autoencoder import (
     initialise_logvar,
     load_perceptual,
 )
+from diffusion.optimizers import build_muon
 from tests.tools.toys import write_vgg
 
 START = 7
@@ -111,6 +112,11 @@ def test_the_optimizer_has_a_group_for_each_side(model):
     assert sum(map(len, (vae["params"], discriminator["params"]))) == len(list(model.parameters()))
     assert (discriminator["lr"], discriminator["weight_decay"]) == (3e-4, 0.0)
     assert "lr" not in vae
+    matrices, others, judging = build_muon(model, [vae, discriminator], momentum=0.9, lr=1e-3).param_groups
+    assert [group["lr"] for group in (matrices, others, judging)] == [1e-3, 1e-3, 3e-4]
+    assert matrices["momentum"] == 0.9 and "momentum" not in others and "momentum" not in judging
+    assert {id(weight) for weight in matrices["params"]} < {id(weight) for weight in vae["params"]}
+    assert judging["params"] == discriminator["params"]
 
 
 def test_the_perceptual_distance_is_lpips_on_the_weights_of_the_file(tmp_path):
