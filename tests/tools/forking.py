@@ -166,7 +166,6 @@ def serve(address: Path, modules: Sequence[str]) -> NoReturn:
     for module in ("matplotlib.backends.backend_agg", "diffusion.train", *modules):
         importlib.import_module(module)
     collect_env = importlib.import_module("composer.utils.collect_env")
-    collect_env.get_cpu_model()  # Takes a second and is remembered.
     collect_env.get_composer_commit_hash = functools.cache(collect_env.get_composer_commit_hash)
     collect_env.get_composer_commit_hash()  # Is asked for with each checkpoint.
     from diffusion.config.loading import load_config
