@@ -42,7 +42,12 @@ CPU_SECONDS = 600.0
 CALIBRATION = (20, 80)
 """Steps between which the cost of a step is measured."""
 
-VAE_SETTINGS = ["trainer.max_duration=8000ba", "optimizer.name=adamw", "optimizer.lr=1.6e-3"]
+VAE_SETTINGS = [
+    "trainer.max_duration=8000ba",
+    "optimizer.name=adamw",
+    "optimizer.lr=1.6e-3",
+    "autoencoder.kl_weight=1e-2",
+]
 
 SAMPLING: Mapping[str, Any] = {"guidance_scale": 3.0, "num_inference_steps": 25, "batch_size": 64}
 SETTINGS = (

@@ -16,7 +16,7 @@ trap 'kill $(jobs -p) 2> /dev/null || true' EXIT
 if [[ ${3:-gpu} == cpu ]]; then
   side=32
   autoencoder=(yamls/tiny/autoencoder.yaml "trainer.max_duration=${VAE_STEPS:-3000}ba" schedule.warmup=0.05dur
-    optimizer.name=adamw optimizer.lr=1.6e-3)
+    optimizer.name=adamw optimizer.lr=1.6e-3 autoencoder.kl_weight=1e-2)
   transformer=(yamls/tiny/modern.yaml "trainer.max_duration=${STEPS:-3000}ba" model.text_encoder.chunks=2
     "algorithms.ema={start: 0.5dur, decays: [0.99]}" "samples.prompts=[]" "data.caption_weights=[1, 0]"
     schedule.warmup=0.05dur)
