@@ -21,7 +21,8 @@ PINS := $(shell cat $(LOCKED) | cksum | cut -d' ' -f1)
 INSTALLED := $(VENV)/installed-$(PINS)
 DATA ?=
 TESTS ?= tests
-JOBS ?= 2
+# Two a core where the memory is enough (4 GB each): with one, many tests only wait for a process to start or to end.
+JOBS ?= $(shell awk -v most=$$((2 * $$(nproc))) '/MemAvailable/ { jobs = int($$2 / 4e6); print (jobs > most ? most : jobs < 2 ? 2 : jobs) }' /proc/meminfo)
 DEMO ?=
 OTHER ?=
 UPGRADE ?=
