@@ -25,7 +25,7 @@ if __name__ == "__main__":  # As a file, for the imports of this repository.
 
 from benchmarks.tables import replace_between
 from demo.scenes import caption, task
-from demo.steps import COMPOSER, QUICK, ROOT, Steps
+from demo.steps import QUICK, ROOT, Steps
 from diffusion.config.loading import load
 from diffusion.config.schema import Config
 from diffusion.errors import UserError
@@ -90,7 +90,7 @@ class Task(Steps):
             return None, prepared
         if self.vae is None:
             train = ["run.py", "yamls/tiny/autoencoder.yaml", f"output_folder={autoencoder}", *data, *VAE_SETTINGS]
-            self.run("autoencoder", [*COMPOSER, *train, *(QUICK if self.quick else [])])
+            self.run("autoencoder", [sys.executable, *train, *(QUICK if self.quick else [])])
         if self.settings:
             prepared = self.out / self.settings.stem
             sources = [f"sources=[{','.join(layouts)}]", f"out={prepared}", "workers=2"]
@@ -119,7 +119,7 @@ class Task(Steps):
             f"plugins.callbacks=[{{path: benchmarks.runs.Meter, arguments: {arguments}}}]",
         ]
         if not meter.is_file():
-            command = [*COMPOSER, "run.py", yaml, *SETTINGS, *settings, *overrides]
+            command = [sys.executable, "run.py", yaml, *SETTINGS, *settings, *overrides]
             if code := subprocess.run(command, cwd=ROOT, check=False).returncode:
                 raise UserError(f"training ended with exit code {code}: {shlex.join(command)}")
         return json.loads(meter.read_text())

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from demo.steps import COMPOSER, QUICK, Steps
+from demo.steps import QUICK, Steps
 from diffusion.errors import UserError
 from diffusion.launch import CommandParser, run_command
 
@@ -59,7 +59,7 @@ def main() -> None:
     def train(name: str, folder: Path, *overrides: str) -> None:
         data = [f"data.local={folder}/train", f"validation.local={folder}/validation"]
         settings = [f"output_folder={out}/{name}", *overrides, *data, *LOGGERS, *(QUICK if arguments.quick else [])]
-        demo.run(name, [*COMPOSER, "run.py", f"yamls/tiny/{name}.yaml", *settings])
+        demo.run(name, [sys.executable, "run.py", f"yamls/tiny/{name}.yaml", *settings])
 
     train("autoencoder", prepared)
     vae, latents = out / "autoencoder" / "vae", out / "latents-64"

@@ -14,7 +14,6 @@ from diffusion.files import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
-COMPOSER = [str(BIN / "composer"), "-n", "1"]
 QUICK = [
     "trainer.max_duration=6ba",
     "trainer.eval_interval=3ba",

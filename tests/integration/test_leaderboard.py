@@ -16,7 +16,6 @@ def test_a_recipe_is_trained_for_the_same_cpu_seconds_and_scored(server, tmp_pat
     """Its commands are forked."""
     rows, programs = tmp_path / "rows.jsonl", server.programs(tmp_path / "bin")
     monkeypatch.setattr(sys, "executable", str(programs / "python"))
-    monkeypatch.setattr(leaderboard, "COMPOSER", [str(programs / "composer")])
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     options = ["--quick", "--cpu-seconds", "2", "--seeds", "1", "--rows", str(rows), "--out", str(tmp_path / "out")]
