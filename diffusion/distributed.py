@@ -189,7 +189,7 @@ def agree(step: Callable[[], T], *, takes_long: bool = False, group: Any = None)
     return result
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def _long_group(world: Any) -> Any:
     """A group of all ranks of a process group; it stays, since destroying one can hang (gloo)."""
     import torch.distributed as dist

@@ -60,6 +60,16 @@ def on_ranks(folder: Path, step: Callable[[int], Any]) -> list[Any]:
     return [found[rank] for rank in range(NUM_RANKS)]
 
 
+@pytest.mark.world_size(2)
+def test_ranks_that_are_forked_leave_the_groups_of_their_parent_alone(tmp_path):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", f"file://{tmp_path}/own", rank=0, world_size=1)
+    agree(lambda: None, takes_long=True)
+    dist.destroy_process_group()
+    assert on_ranks(tmp_path, lambda rank: agree(lambda: rank, takes_long=True)) == [0, 1]
+
+
 def fail(error: Exception) -> None:
     raise error
 
