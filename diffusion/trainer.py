@@ -20,8 +20,8 @@ from composer.loggers import Logger, LoggerDestination
 from composer.utils import collect_env, dist
 from torch import Tensor
 
-# The processor's name in the metadata of checkpoints: Composer's function measures a clock for a second, in each start.
-collect_env.get_cpu_model = platform.processor
+# For the metadata of checkpoints: Composer's own function measures the processor's clock for a second in each start.
+collect_env.get_cpu_model = platform.machine
 
 
 class HostTrainer(Trainer):
