@@ -46,6 +46,22 @@ _SPACE = r"\s\v\x1c-\x1f\x{85}\pZ"
 _WORD = r"\pL\pM\pN_"
 """Characters of words, with the marks that combine with letters."""
 
+_UNSPACED = {
+    "CJK": r"\p{Han}",
+    "IDEOGRAPHIC": r"\p{Han}",
+    "HIRAGANA": r"\p{Hiragana}",
+    "KATAKANA": r"\p{Katakana}\x{30FC}",
+    "HANGUL": r"\p{Hangul}",
+    "THAI": r"\p{Thai}",
+    "LAO": r"\p{Lao}",
+    "KHMER": r"\p{Khmer}",
+    "MYANMAR": r"\p{Myanmar}",
+}
+"""Scripts without a space on both sides of a word: a word of their characters' names, and their class in RE2."""
+
+_EDGE = f"[^{_WORD}]|[{''.join(_UNSPACED.values())}]"
+"""A character beside a word."""
+
 _TRIMMED = " \t\n\r\v\f\xa0"
 
 _WHOLE, _DIGITS = r"^(-?\d+)\.0$", r"\1"
@@ -236,20 +252,33 @@ def parse_where(where: str) -> list[str]:
 
 
 def _keyword_rule(keywords: Sequence[str], columns: Sequence[tuple[str, str]]) -> Rule:
-    """Search captions and columns for whole words in either case and Unicode form."""
-    words = "|".join(f"[{_SPACE}]+".join(map(re.escape, _composed(word).split())) for word in keywords)
-    pattern = literal(f"(?i)(?:^|[^{_WORD}])({words})(?:$|[^{_WORD}])")  # RE2 has no look-around.
-    first = f"list_filter(captions, lambda caption: regexp_matches({_composed_sql('caption')}, {pattern}))[1]"
-    texts = [("caption", f"array_to_string(captions, {literal(_BETWEEN_CAPTIONS)})", first)]
-    texts += [(name, f"CAST({sql} AS VARCHAR)", sql) for name, sql in columns]
+    """Search captions and columns for whole words in either case and Unicode form.
+
+    In scripts that do not separate words by spaces, any part of the text counts.
+    """
+    sides: dict[tuple[str, str], list[str]] = {}
+    for keyword in map(_composed, keywords):
+        words = keyword.split()
+        before = "" if _is_unspaced(words[0][0]) else f"(?:^|{_EDGE})"
+        after = r"(?:$|\PM)" if _is_unspaced(words[-1][-1]) else f"(?:$|{_EDGE})"
+        sides.setdefault((before, after), []).append(f"[{_SPACE}]+".join(map(re.escape, words)))
     rejects, details = [], []
-    for name, given, shown in texts:
-        text = _composed_sql(given)
-        rejects.append(f"coalesce(regexp_matches({text}, {pattern}), false)")
-        place = literal(f"' in {name}: ")
-        detail = f"concat('''', regexp_extract({text}, {pattern}, 1), {place}, {_shown(shown)})"
-        details.append(f"WHEN {rejects[-1]} THEN {detail}")
+    for (before, after), alternatives in sides.items():
+        pattern = literal(f"(?i){before}({'|'.join(alternatives)}){after}")  # RE2 has no look-around.
+        first = f"list_filter(captions, lambda caption: regexp_matches({_composed_sql('caption')}, {pattern}))[1]"
+        texts = [("caption", f"array_to_string(captions, {literal(_BETWEEN_CAPTIONS)})", first)]
+        texts += [(name, f"CAST({sql} AS VARCHAR)", sql) for name, sql in columns]
+        for name, given, shown in texts:
+            text = _composed_sql(given)
+            rejects.append(f"coalesce(regexp_matches({text}, {pattern}), false)")
+            place = literal(f"' in {name}: ")
+            detail = f"concat('''', regexp_extract({text}, {pattern}, 1), {place}, {_shown(shown)})"
+            details.append(f"WHEN {rejects[-1]} THEN {detail}")
     return Rule("keyword", " OR ".join(rejects), f"CASE {' '.join(details)} END")
+
+
+def _is_unspaced(character: str) -> bool:
+    return not _UNSPACED.keys().isdisjoint(re.split("[ -]", unicodedata.name(character, "")))
 
 
 def _within(name: str, lowest: str, highest: str, low: float | None, high: float | None, unit: str = "") -> Rule:

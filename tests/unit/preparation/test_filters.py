@@ -91,7 +91,26 @@ def test_words_are_the_same_in_each_unicode_form():
         assert rejection(sample(f"un {text}"), keywords=[word])[0] == "keyword"
         assert rejection(sample(title=text), keywords=[word], keyword_columns=["title"])[0] == "keyword"
         assert rejection(sample(license=text), licences=[word]) is None
-    assert rejection(sample("q\u0301", "की"), keywords=["q", "क"]) is None, "marks belong to their word"
+    assert rejection(sample("q\u0301", "की", "กี"), keywords=["q", "क", "ก"]) is None, "marks belong to their word"
+
+
+@pytest.mark.parametrize(
+    ("word", "caption"),
+    [
+        ("水印", "一张带水印的照片"),
+        ("ウォーター マーク", "大きなウォーター マーク入り"),
+        ("AI", "AI生成の画像"),
+        ("生成AI", "これは生成AI の画像"),
+        ("人々", "街の人々の写真"),
+        ("ｻﾝﾌﾟﾙ", "写真ｻﾝﾌﾟﾙ"),
+        ("워터마크", "워터마크가 있는 사진"),
+        ("ลายน้ำ", "ภาพที่มีลายน้ำอยู่"),
+    ],
+)
+def test_keywords_in_scripts_without_spaces_are_parts_of_the_text(word, caption):
+    reason, detail = rejection(sample(caption), keywords=["stock photo", word])
+    assert (reason, detail.split(" in ")[0]) == ("keyword", f"'{word}'")
+    assert rejection(sample("一张照片 MAIL AIR"), keywords=[word]) is None
 
 
 def test_white_space_is_that_of_unicode():
