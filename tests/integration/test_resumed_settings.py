@@ -118,15 +118,6 @@ def test_ranks_on_a_cpu_compute_with_one_thread(monkeypatch):
     torch.set_num_threads(before)
 
 
-def test_a_key_that_is_not_named_has_no_effect_unless_it_is_refused():
-    for key in schema_keys(Config):
-        effect_of(key)
-        section = key.rpartition(".")[0]
-        if section.partition(".")[0] not in ("model", "objective", "autoencoder"):
-            with pytest.raises(StopIteration):
-                effect_of(f"{section}.other".lstrip("."))
-
-
 @pytest.mark.parametrize("task", Task)
 def test_every_key_has_an_effect_and_those_that_are_refused_are_named(task, tmp_path):
     before = to_dict(load_config(TASKS[task], FULL))
