@@ -343,9 +343,9 @@ def _check_equal_parts(own: Mapping[str, str], first: Mapping[str, str]) -> None
 
 
 def prepare_frozen(config: Config, model: LatentDiffusion, device: Device) -> None:
-    """Move VAE, text encoder and image encoder to the device of this rank, in the precision of training.
+    """Move VAE, text encoder and image encoder to the device of this rank; FSDP moves only what it shards.
 
-    FSDP moves only what it shards.
+    On a GPU the linear layers of the text encoder get the precision of training.
     """
     on_gpu = device == Device.gpu
     target = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

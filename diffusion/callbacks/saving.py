@@ -46,7 +46,7 @@ class RunRecord(Callback):
         self._has_begun = False
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Note that the checkpoint to resume from, which may have no identities, is loaded."""
+        """Keep the identities from now on; those of the checkpoint to resume from, if it has any, are loaded."""
         self._has_begun = True
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Configuration of the model: architecture, objective, initial weights, and speed of the U-Net."""
+"""Configuration of the model: architecture, objective, initial weights, and speed of the network."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -51,7 +51,7 @@ class Architecture(str, Enum):
 
 
 class PredictionType(str, Enum):
-    """Prediction target of the U-Net."""
+    """Prediction target of the network."""
 
     epsilon = "epsilon"
     v_prediction = "v_prediction"
@@ -293,7 +293,7 @@ class InitFromConfig:
     network. With `task: autoencoder`: folder of a VAE, or that holds `vae/`."""
 
     weights: Weights = Weights.raw
-    """Training weights or their exponential moving average; without effect for a diffusers folder or a file."""
+    """Training weights or their first average; without effect for a diffusers folder or a file."""
 
     new_objective: bool = False
     """Train weights of another prediction type or noise schedule; false: such weights are an error."""
@@ -321,7 +321,7 @@ class Compilation(str, Enum):
 
 @dataclass(kw_only=True)
 class PerformanceConfig:
-    """Speed of the U-Net; see docs/performance.md."""
+    """Speed of the network; see docs/performance.md."""
 
     channels_last: bool = True
     """Keep all activations in channels-last order (NHWC), the native order of convolutions on tensor cores."""
@@ -342,8 +342,8 @@ class PerformanceConfig:
     cross-attention. auto: torch chooses, on Hopper and Blackwell cuDNN where it supports the data."""
 
     compilation: Compilation = Compilation.auto
-    """Compile the U-Net for training: block by block (blocks); its down, mid and up blocks (stages), with fewer calls
-    by the host; or as a whole (unet), which fuses more, but with fsdp makes it one unit without overlap of
+    """Compile the network for training: block by block (blocks); the down, mid and up blocks of a U-Net (stages), with
+    fewer calls by the host; or as a whole (unet), which fuses more, but with fsdp makes it one unit without overlap of
     communication and arithmetic. auto: blocks on a GPU, none on a CPU."""
 
     compile_text_encoder: bool = False

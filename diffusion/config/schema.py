@@ -1,6 +1,6 @@
-"""The configuration of a run: every key of the YAML files, with its type, default and meaning.
+"""The configuration of a run: its sections, whose keys with types, defaults and meanings are in the modules beside.
 
-The sections (here and in `model`, `data`, `training`, `operations`) are dataclasses that YAML files and
+The sections (here and in `model`, `ingredients`, `data`, `training`, `operations`) are dataclasses that YAML files and
 overrides are merged into (`diffusion.config.loading`). A field without a sensible default is `MISSING`, in a YAML file
 `???`, and must be set. Times are Composer's time strings: `10ba` batches (optimizer steps), `1000sp` samples,
 `0.94dur` a fraction of the run.

@@ -24,11 +24,12 @@ Entry = Tensor | list[Tensor]
 class BatchKey(str, Enum):
     """Keys of the dictionary that the loader yields and the model reads.
 
-    B is the batch size, C the channels of the latent, H and W its height and width, L the tokens of a caption.
+    B is the batch size, C the channels of the latent, H and W its height and width, f the pixels along a side of one
+    of its positions, L the tokens of a caption.
     """
 
     IMAGE = "image"
-    """uint8 [B, 3, 8H, 8W]: RGB images, when training from images."""
+    """uint8 [B, 3, fH, fW]: RGB images, when training from images."""
 
     LATENT_MEAN = "latent_mean"
     """float16 [B, C, H, W]: mean of the VAE's posterior, not scaled, when training from latents."""

@@ -304,7 +304,7 @@ class GenerationTask:
         schedule, sampler = generator.noise_scheduler.config, generator.sampler(self.sampling)
         # Versions before 2026-11-28 took other steps, or do not say: for Heun, and for DDIM with a remainder.
         remainder = schedule["num_train_timesteps"] % self.sampling.num_inference_steps
-        is_second = sampler is Sampler.heun or (sampler is Sampler.ddim and remainder > 0)
+        has_other_steps = sampler is Sampler.heun or (sampler is Sampler.ddim and remainder > 0)
         return {
             "model": generator.mark.version,
             "prompts": content_hash([prompt.text for prompt in self.prompts]),
@@ -312,7 +312,7 @@ class GenerationTask:
             "guidance_scale": self.guidance_scale,
             "noise_schedule": {key: schedule[key] for key in (*SCHEDULE_KEYS, "shift") if key in schedule},
             "sampler": sampler.value,
-            **({"sampler_version": 2} if is_second else {}),
+            **({"sampler_version": 2} if has_other_steps else {}),
             "num_inference_steps": self.sampling.num_inference_steps,
             "seed": self.sampling.seed,
             "height": height,

@@ -113,10 +113,11 @@ class Reconstruction(NamedTuple):
     """Result of a forward pass."""
 
     pixels: Tensor
-    """float32 [B, 3, 8H, 8W] in [-1, 1], input of the encoder; transformed in a step for equivariance."""
+    """float32 [B, 3, fH, fW] in [-1, 1] for latents [B, C, H, W], input of the encoder; transformed in a step for
+    equivariance."""
 
     decoded: Tensor
-    """float32 [B, 3, 8H, 8W], output of the decoder."""
+    """float32 [B, 3, fH, fW], output of the decoder."""
 
     kl: Tensor
     """float32 [B], KL divergence of the posterior from the standard normal, summed over the latent."""

@@ -24,7 +24,7 @@ class TextEncoding(NamedTuple):
     """Output of a text encoder."""
 
     hidden: Tensor
-    """[B, L, D], context of the U-Net's cross-attention."""
+    """[B, L, D], text, for the network's attention."""
 
     pooled: Tensor
     """[B, P], one vector per caption; used by SDXL only."""

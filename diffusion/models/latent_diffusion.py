@@ -5,7 +5,8 @@ addressed random numbers, x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise, the n
 captions, and its mean squared error against noise, x_0, v or noise - x_0. Ingredients change each of these, or add
 terms to the loss.
 
-Shape letters: B batch, C channels, H W height and width of the latent, L tokens, D width of the text encoding.
+Shape letters: B batch, C channels, H W height and width of the latent, f pixels along a side
+of one of its positions, L tokens, D width of the text encoding.
 """
 
 import warnings
@@ -91,7 +92,7 @@ class Draws(NamedTuple):
     """int64 [B, L], after captions were dropped."""
 
     content: Tensor
-    """Cropped and flipped images, uint8 [B, 3, 8H, 8W]; or means of encoded latents, [B, C, H, W]."""
+    """Cropped and flipped images, uint8 [B, 3, fH, fW]; or means of encoded latents, [B, C, H, W]."""
 
     placement: Tensor | None
     """int64 [B, 6], sizes and crops; None unless the model is SDXL."""

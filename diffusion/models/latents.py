@@ -51,7 +51,7 @@ class LatentScaling:
         return (latents - mean if any(self.mean) else latents) / std
 
     def denormalise(self, latents: Tensor) -> Tensor:
-        """Latents of the U-Net [B, C, H, W] -> latents of the VAE."""
+        """Latents of the network [B, C, H, W] -> latents of the VAE."""
         mean, std = self._constants(latents)
         return latents * std + mean
 

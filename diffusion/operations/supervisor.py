@@ -62,10 +62,13 @@ class Ending:
 class Restarts:
     """Decides after each ending, and counts the restarts without progress.
 
-    - Lasting errors end the job: a configuration error, data past its threshold, a loss that a rollback does not mend.
+    - Lasting errors end the job: a configuration error, data past its threshold, a spent budget, a loss that a rollback
+      does not mend.
     - Other user errors (missing data, a full disk, a store without an answer) end it before its first step under this
       supervisor, since it is set up wrongly. Later they may be transient.
-    - Exit code 75 restarts immediately; everything else after a pause that doubles while no new step is reached.
+    - Exit code 75 restarts immediately, or ends the job with `continue_preempted: false`.
+    - Everything else restarts after a pause that doubles while no new step is reached.
+    - `max_restarts` restarts without a new step end the job.
     """
 
     def __init__(self, settings: SupervisionConfig) -> None:
