@@ -1,4 +1,4 @@
-"""Resumption of a run: its checkpoint, changed settings, and what is left to do after its last step."""
+"""Parts of a resumption: the checkpoint, changed settings, and what is left after the last step; `train` calls them."""
 
 import json
 import logging

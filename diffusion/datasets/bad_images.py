@@ -1,4 +1,4 @@
-"""Images that cannot be decoded while training: counted on each rank, and how many are too many for the job."""
+"""Count of images that cannot be decoded in training, and how many are too many; `dataset.py` takes others for them."""
 
 import json
 import logging
