@@ -98,7 +98,7 @@ class Rejected:
     detail: str = ""
     """A few words for the person who looks at the examples."""
     record: Record | None = field(default=None, repr=False)
-    """The record without captions, if only those are missing (`WITHOUT_CAPTION`)."""
+    """The image, if it was read: a takedown keeps its bytes out of later growths. `WITHOUT_CAPTION`: with metadata."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +163,11 @@ class Partitions:
         return self
 
 
+def bare_record(key: str, image: bytes | None, location: Location) -> Record | None:
+    """Make the record of a rejected image, without its texts; None if it was not read."""
+    return None if image is None else Record(key, image, [], {}, location)
+
+
 def make_record(
     key: str, image: bytes, captions: Any, metadata: Mapping[str, Any], location: Location
 ) -> Record | Rejected:
@@ -177,14 +182,14 @@ def make_record(
     try:
         metadata = {clean_text(str(name)): fit_for_json(metadata[name]) for name in metadata}
     except RecursionError as error:
-        return Rejected(key, Reason.INVALID_JSON, location, str(error))
+        return Rejected(key, Reason.INVALID_JSON, location, str(error), bare_record(key, image, location))
     bare = Record(key, image, [], metadata, location)
     if not texts:
         others = ", ".join(ascii(caption) for caption in listed if caption is not None)
         detail = f"no text: {others[:80]}" if others else "null or not given"
         return Rejected(key, Reason.MISSING_CAPTION, location, detail, bare)
     if undecodable := next((text for text in texts if has_surrogates(text)), None):
-        return Rejected(key, Reason.INVALID_UTF8, location, ascii(undecodable[:80]))
+        return Rejected(key, Reason.INVALID_UTF8, location, ascii(undecodable[:80]), bare)
     captions = [text.strip() for text in texts if has_text(text)]
     if not captions:
         return Rejected(key, Reason.EMPTY_CAPTION, location, record=bare)
@@ -212,7 +217,7 @@ def record_of_files(
         try:
             metadata = parse_object(decode_text(values))
         except ValueError as error:
-            return Rejected(key, Reason.INVALID_JSON, location, str(error)[:80])
+            return Rejected(key, Reason.INVALID_JSON, location, str(error)[:80], bare_record(key, image, location))
     if is_failed(metadata):
         return not_successful(key, metadata, location)
     if image is None:

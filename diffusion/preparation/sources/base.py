@@ -20,6 +20,7 @@ from diffusion.preparation.records import (
     Reason,
     Record,
     Rejected,
+    bare_record,
     decode_text,
     key_of,
     parse_object,
@@ -143,8 +144,10 @@ class Source:
         try:
             for item in self._scan(partition):
                 record = item.record if isinstance(item, Rejected) else item
-                detail = _excess(record, self.limits) if record is not None else ""
-                yield Rejected(item.key, Reason.TOO_LARGE, item.location, detail) if detail else item
+                if record is not None and (detail := _excess(record, self.limits)):
+                    bare = bare_record(item.key, record.image, item.location)
+                    item = Rejected(item.key, Reason.TOO_LARGE, item.location, detail, bare)
+                yield item
         except UnfitFileError as error:
             if error.reason is Reason.MISSING_IMAGE and partition.version:
                 raise self.gone_error(partition.file) from error

@@ -22,6 +22,7 @@ from diffusion.preparation.records import (
     Reason,
     Record,
     Rejected,
+    bare_record,
     decode_text,
     has_text,
     key_of,
@@ -252,7 +253,8 @@ class FolderSource(Source):
             except UnfitFileError as error:
                 if error.reason is Reason.MISSING_IMAGE:
                     raise self.gone_error(item[what]) from error
-                return Rejected(key, error.reason, location, prefix + error.detail)
+                bare = bare_record(key, contents[0] if contents else None, location)
+                return Rejected(key, error.reason, location, prefix + error.detail, bare)
         image, caption, values = contents
         assert image is not None
         if "captions" in item:
@@ -261,7 +263,7 @@ class FolderSource(Source):
             return make_record(key, image, captions, json.loads(item["metadata"]), location)
         if caption is None and values is None:
             detail = "no .txt or .json of that name, no line in a table"
-            return Rejected(key, Reason.MISSING_CAPTION, location, detail, Record(key, image, [], {}, location))
+            return Rejected(key, Reason.MISSING_CAPTION, location, detail, bare_record(key, image, location))
         return record_of_files(key, image, caption, values, location, caption_column=self.caption_column)
 
     def _images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:

@@ -25,6 +25,7 @@ from diffusion.preparation.records import (
     Reason,
     Record,
     Rejected,
+    bare_record,
     decode_text,
     has_text,
     key_of,
@@ -219,9 +220,14 @@ class MDSSource(Source):
 
     def _record(self, key: str, values: dict[str, bytes], columns: _Columns, location: Location) -> Record | Rejected:
         ours = _OURS if self.prepared is not None else ()
+        try:
+            image = _image_of(columns.encodings[columns.image], values[columns.image])
+        except UnfitFileError as error:
+            return Rejected(key, error.reason, location, error.detail)
         texts_limit = 2 * self.text_limit() + 16 * self.row_limit()
         if large := [name for name in values if name != columns.image and len(values[name]) > texts_limit]:
-            return Rejected(key, Reason.TOO_LARGE, location, f"{printable(large[0])}: {len(values[large[0]])} bytes")
+            detail = f"{printable(large[0])}: {len(values[large[0]])} bytes"
+            return Rejected(key, Reason.TOO_LARGE, location, detail, bare_record(key, image, location))
         try:
             metadata = {
                 name: _decode(encoding, values[name])
@@ -234,11 +240,8 @@ class MDSSource(Source):
             texts = [_decode(columns.encodings[name], values[name]) for name in names
                      if columns.encodings.get(name) in ("str", "json")]  # fmt: skip
             captions = next(filter(has_text, texts), texts[0])
-            image = _image_of(columns.encodings[columns.image], values[columns.image])
-        except UnfitFileError as error:
-            return Rejected(key, error.reason, location, error.detail)
         except (ValueError, TypeError, ArithmeticError, LookupError) as error:
-            return Rejected(key, Reason.INVALID_JSON, location, str(error)[:80])
+            return Rejected(key, Reason.INVALID_JSON, location, str(error)[:80], bare_record(key, image, location))
         return make_record(key, image, captions, metadata, location)
 
     def _removed_from(self, folder: str) -> frozenset[int]:

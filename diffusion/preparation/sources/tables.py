@@ -17,6 +17,7 @@ from diffusion.preparation.records import (
     Reason,
     Record,
     Rejected,
+    bare_record,
     has_text,
     is_failed,
     make_record,
@@ -127,9 +128,20 @@ class TableSource(Source):
     ) -> Record | Rejected:
         """Make the record of a row; the image's file is read where the row holds a path."""
         key, location = f"{prefix}#{start + at}", replace(base, row=start + at)
+
+        def read() -> tuple[bytes, str]:
+            image, path = _image_of(batch.column(columns.image)[at], self.image_limit())
+            return self._read(location.file, image), path
+
+        def rejected(detail: str) -> Rejected:
+            image = None
+            with suppress(UnfitFileError):
+                image, _ = read()
+            return Rejected(key, Reason.TOO_LARGE, location, detail, bare_record(key, image, location))
+
         size = sum(_bytes_of(batch.column(name)[at]) for name in columns.metadata)
         if size > self.row_limit():
-            return Rejected(key, Reason.TOO_LARGE, location, f"{size} bytes are more than limits.max_metadata_kb")
+            return rejected(f"{size} bytes are more than limits.max_metadata_kb")
         metadata = {name: _value_of(batch.column(name)[at]) for name in columns.metadata}
         if is_failed(metadata):
             return not_successful(key, metadata, location)
@@ -140,10 +152,9 @@ class TableSource(Source):
             limit += self.limits.max_captions_kb * 2**10 + 8 * MAX_CAPTIONS
             limits += " or limits.max_captions_kb"
         if (size := _bytes_of(caption)) > limit:
-            return Rejected(key, Reason.TOO_LARGE, location, f"captions of {size} bytes are more than {limits}")
+            return rejected(f"captions of {size} bytes are more than {limits}")
         try:
-            image, path = _image_of(batch.column(columns.image)[at], self.image_limit())
-            image = self._read(location.file, image)
+            image, path = read()
         except UnfitFileError as error:
             return Rejected(key, error.reason, location, error.detail)
         if path and metadata.get("image_path") is None:

@@ -20,6 +20,7 @@ from diffusion.preparation.records import (
     Reason,
     Record,
     Rejected,
+    bare_record,
     key_of,
     record_of_files,
 )
@@ -120,11 +121,12 @@ class WebDatasetSource(Source):
                 key = f"{prefix}/{key_of(found.stem)}"
                 offset, length = found.span or (None, None)
                 location = replace(of_tar, offset=offset, length=length)
+                bare = bare_record(key, found.contents.get("image"), location)
                 if found.stem in seen:
                     key, detail = f"{key}#{found.start}", "its members do not lie together, or another has its name"
-                    yield Rejected(key, Reason.DUPLICATE_KEY, location, detail)
+                    yield Rejected(key, Reason.DUPLICATE_KEY, location, detail, bare)
                 elif found.problem is not None:
-                    yield Rejected(key, found.problem.reason, location, found.problem.detail)
+                    yield Rejected(key, found.problem.reason, location, found.problem.detail, bare)
                 else:
                     detail = ascii(f"besides: .{', .'.join(found.others)}")[1:-1] if found.others else ""
                     image, text, values = map(found.contents.get, ("image", "txt", "json"))

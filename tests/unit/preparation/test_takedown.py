@@ -21,7 +21,7 @@ from diffusion.preparation.metadata import removal_hash, removed_row
 from diffusion.preparation.output import clear
 from diffusion.preparation.removed import Removed, add_removed, read_keys
 from diffusion.preparation.takedown import take_down
-from tests.tools.image_files import encode, noise, tree, write_folder
+from tests.tools.image_files import encode, noise, tree, write_folder, write_tar
 from tests.tools.preparing import prepare, read_samples
 from tests.tools.selected_data import make_images, select_images
 from tests.tools.written_data import TEXT, encoded_sample, smooth_image, write_encoded, write_mds
@@ -366,6 +366,53 @@ def test_copies_of_removed_images_stay_out(tmp_path, near):
     assert (grown.kept, grown.rejected["removed"].count) == (5, 1)
     anew = prepare([source], out, overwrite=True, edges=[16])
     assert (anew.kept, anew.rejected["removed"].count) == (4, 3)
+
+
+UNFIT_TEXTS = {
+    "missing_caption": {},
+    "invalid_utf8": {"txt": b"caf\xe9"},
+    "invalid_json": {"json": b"{broken"},
+    "too_large": {"txt": b"a " * 20_000},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(kind, reason) for kind in ("folder", "tar") for reason in UNFIT_TEXTS]
+    + [(kind, reason) for kind in ("parquet", "mds") for reason in UNFIT_TEXTS if reason != "invalid_json"],
+)
+def test_copies_of_an_image_that_was_rejected_for_its_texts_stay_out(tmp_path, kind, reason):
+    image, texts, out = encode(smooth_image(0, 40, 40)), UNFIT_TEXTS[reason], tmp_path / "out"
+    source, later = tmp_path / "set", tmp_path / "later"
+    write_folder(source, 2)
+    write_folder(later, 1)
+    unfit = {"folder": "set/x.png", "tar": "set/x.tar/x", "parquet": "set/x.parquet#0", "mds": "mds#0"}[kind]
+    sources = [source]
+    if kind == "folder":
+        for suffix, content in {"png": image, **texts}.items():
+            (source / f"x.{suffix}").write_bytes(content)
+    elif kind == "tar":
+        shutil.rmtree(source)
+        source.mkdir()
+        write_tar(source / "x.tar", [("x.png", image), *((f"x.{one}", text) for one, text in texts.items())])
+    elif kind == "parquet":
+        shutil.rmtree(source)
+        source.mkdir()
+        text = pa.array([texts.get("txt")], pa.binary()).view(pa.string())
+        pq.write_table(pa.table({"image": [image], "caption": text}), source / "x.parquet")
+    else:
+        sources = [tmp_path / "mds"]
+        row = {"image": image, "caption": texts.get("txt", b"")}
+        index = write_mds(sources[0], dict.fromkeys(row, "bytes"), [row]) / "index.json"
+        index.write_text(index.read_text().replace('["bytes", "bytes"]', '["str", "bytes"]'))
+    sources.append(later)
+    manifest = prepare(sources, out, edges=[16])
+    assert manifest.rejected.keys() <= {reason, "empty_caption"}
+    assert take_down(str(out), {unfit}).absent == [unfit]
+    (later / "copy.png").write_bytes(image)
+    (later / "copy.txt").write_text("a copy")
+    grown = prepare(sources, out, edges=[16])
+    assert (grown.kept, grown.rejected["removed"].count) == (manifest.kept, 1)
 
 
 def write_latents(root, prepared):
