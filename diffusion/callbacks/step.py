@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed
 from composer import Callback, Logger, State
-from composer.utils import dist
+from composer.utils import dist as composer_dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from diffusion.checkpointing.save import local_shard
 from diffusion.composer_models import LatentDiffusionTraining
 from diffusion.datasets.batch import BatchKey, num_microbatches, num_samples
+from diffusion.distributed import rank, world_size
 from diffusion.models.conditioning import Conditioner
 from diffusion.sharding import fsdp_modules, set_collective_timeout, set_last_microbatch
 from diffusion.trainer import HostNumber, LateLogger
@@ -47,9 +48,9 @@ class StepAddress(Callback):
         """Add `BatchKey.STEP`, the number of steps done before this one, and `BatchKey.SLOT`."""
         batch = state.batch
         sample = batch[BatchKey.SAMPLE]
-        own, rank = torch.arange(len(sample), device=sample.device), dist.get_global_rank()
+        own = torch.arange(len(sample), device=sample.device)
         step = torch.full_like(sample, state.timestamp.batch.value)
-        slot = own * dist.get_world_size() + rank if self.in_turns else own + rank * len(sample)
+        slot = own * world_size() + rank() if self.in_turns else own + rank() * len(sample)
         if sample.is_pinned():  # Memory that is not pinned is copied to the GPU through a buffer.
             step, slot = step.pin_memory(), slot.pin_memory()
         batch[BatchKey.STEP], batch[BatchKey.SLOT] = step, slot
@@ -214,7 +215,7 @@ class StreamLosses(Callback):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Add up, and log at the end of each interval."""
-        dist.all_reduce(self._sums)
+        composer_dist.all_reduce(self._sums)
         self._totals += self._sums
         self._sums.zero_()
         if state.timestamp.batch.value % self.interval:
