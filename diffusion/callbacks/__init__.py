@@ -1,4 +1,4 @@
-"""Composer callbacks and loggers of a run: which, and in which order. Each module beside this one is one idea."""
+"""Composer callbacks and loggers of a run: which, and in which order."""
 
 import sys
 from collections import defaultdict
@@ -14,7 +14,11 @@ from composer.models import ComposerModel
 from composer.utils import is_notebook
 
 from diffusion.callbacks.autoencoder import AwaitDiscriminator, SaveAutoencoder, statistics_images
+from diffusion.callbacks.batch import CountChunks, StepAddress
+from diffusion.callbacks.clipping import ClipGradients
+from diffusion.callbacks.collectives import AccumulateLocally, CollectiveTimeout
 from diffusion.callbacks.compilation import ParallelCompilation
+from diffusion.callbacks.data_position import DataPosition
 from diffusion.callbacks.guards import BadImageGuard, LossGuard
 from diffusion.callbacks.loggers import ProgressLines, PrometheusLogger, TensorBoardLogger, WandB
 from diffusion.callbacks.metrics_file import MetricsFile, StartsFile
@@ -22,15 +26,7 @@ from diffusion.callbacks.monitoring import CostMeter, Heartbeat, Utilisation
 from diffusion.callbacks.preemption import SaveOnPreemption
 from diffusion.callbacks.samples import SampleGrids
 from diffusion.callbacks.saving import RunRecord, SaveCheckpoints
-from diffusion.callbacks.step import (
-    AccumulateLocally,
-    ClipGradients,
-    CollectiveTimeout,
-    CountChunks,
-    DataPosition,
-    StepAddress,
-    StreamLosses,
-)
+from diffusion.callbacks.stream_losses import StreamLosses
 from diffusion.checkpointing.resume import CheckpointStorage
 from diffusion.composer_models import AutoencoderTraining, LatentDiffusionTraining
 from diffusion.config.checks import interval_of, steps_of

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import math
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain, count, groupby, islice, product
@@ -135,7 +134,7 @@ def statistics_images(config: Config) -> Iterator[Tensor]:
     )
     tokenizer = build_tokenizer(config.model.architecture)
     dataset = validation_dataset(everything, data, tokenize=partial(tokenize, tokenizer))
-    dataset.samples.bad_images = BadImages(num_ranks=math.inf)
+    dataset.samples.bad_images = BadImages(is_limited=False)
     indices = range(rank(), len(dataset), world_size())
     size = everything.device_batch_size
     for start in range(0, len(indices), size):
