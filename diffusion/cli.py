@@ -4,9 +4,10 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from diffusion.config.checks import check, is_location, missing_locations
+from diffusion.config.checks import check
 from diffusion.config.fields import check_sections
 from diffusion.config.loading import load_complete, load_config, to_public_yaml
+from diffusion.config.locations import is_location, missing_locations
 from diffusion.config.schema import Config
 from diffusion.distributed import is_first_rank, world_size
 from diffusion.evaluation.config import EvaluationConfig

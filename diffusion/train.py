@@ -50,18 +50,10 @@ from diffusion.checkpointing.resume import (
 )
 from diffusion.checkpointing.roll_back import roll_back
 from diffusion.composer_models import AutoencoderTraining, LatentDiffusionTraining
-from diffusion.config.checks import (
-    check,
-    check_common_settings,
-    check_device,
-    common_settings,
-    interval_of,
-    planned_steps,
-    resolve_device,
-    steps_of,
-)
+from diffusion.config.checks import check, check_common_settings, check_device
 from diffusion.config.data import Shuffling, microbatch_size
 from diffusion.config.loading import to_public_yaml
+from diffusion.config.locations import common_settings
 from diffusion.config.model import Posterior
 from diffusion.config.schema import Config, Task
 from diffusion.config.training import Collectives, Decay, Device, OptimizerName, Parallelism, Precision
@@ -192,9 +184,8 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
 def start_ranks(config: Config) -> Device:
     """Join the process group and seed this rank; return its device. A UserError says what this machine lacks."""
     num_gpus = torch.cuda.device_count()
-    ranks = local_world_size()
-    check_device(config, num_gpus=num_gpus, bf16_supported=computes_bf16(), local_world_size=ranks)
-    device = resolve_device(config.trainer.device, num_gpus)
+    check_device(config, num_gpus=num_gpus, bf16_supported=computes_bf16(), local_world_size=local_world_size())
+    device = config.trainer.device.resolve(num_gpus)
     if device is Device.cpu and not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(1)  # The last bits of sums depend on it.
     if config.trainer.collectives is Collectives.smddp:
@@ -320,7 +311,7 @@ def _build_autoencoder(config: Config, is_new: bool) -> AutoencoderTraining:
     if is_new and config.init_from is not None:
         with error_context("init_from.checkpoint"):
             vae.load_state_dict(read_vae(config.init_from.checkpoint, vae))
-    start = steps_of(config, settings.adversarial_start, "autoencoder.adversarial_start")
+    start = config.steps_of(settings.adversarial_start, "autoencoder.adversarial_start")
     assert start is not None
     return AutoencoderTraining(vae, settings, config.seed, start)
 
@@ -427,7 +418,7 @@ def build_evaluator(config: Config, model: ComposerModel, files: Files | None = 
     return Evaluator(
         label="validation",
         dataloader=DataSpec(loader, split_batch=split_batch, get_num_samples_in_batch=num_samples),
-        eval_interval=interval_of(config, config.trainer.eval_interval, "trainer.eval_interval"),
+        eval_interval=config.interval_of(config.trainer.eval_interval, "trainer.eval_interval"),
         device_eval_microbatch_size=config.validation.device_batch_size,
     )
 
@@ -531,10 +522,10 @@ def _build_scheduler(config: Config) -> ComposerScheduler:
         return LinearWithWarmupScheduler(t_warmup=schedule.warmup, alpha_f=schedule.final)
     if schedule.decay == Decay.cosine:
         return CosineAnnealingWithWarmupScheduler(t_warmup=schedule.warmup, alpha_f=schedule.final)
-    warmup = steps_of(config, schedule.warmup, "schedule.warmup")
-    cooldown = steps_of(config, schedule.cooldown, "schedule.cooldown")
+    warmup = config.steps_of(schedule.warmup, "schedule.warmup")
+    cooldown = config.steps_of(schedule.cooldown, "schedule.cooldown")
     assert warmup is not None and cooldown is not None
-    total, final = planned_steps(config), schedule.final
+    total, final = config.planned_steps(), schedule.final
     multiplier = partial(warmup_stable_decay, warmup=warmup, cooldown=cooldown, total=total, final=final)
     return lambda state, ssr=1.0: multiplier(state.timestamp.batch.value)
 

@@ -29,7 +29,6 @@ from diffusion.checkpointing.find import (
 from diffusion.checkpointing.layout import batch_of, list_checkpoints, remove_copy
 from diffusion.checkpointing.read import AVERAGES, StoredState, check_safe, read_config, read_index
 from diffusion.checkpointing.remote import RemoteCheckpoint, RemoteCheckpoints
-from diffusion.config.checks import steps_of
 from diffusion.config.documentation import field_types, split_optional
 from diffusion.config.loading import from_dict, to_dict
 from diffusion.config.resumption import Effect, effect_of
@@ -303,7 +302,7 @@ def _check_discriminator(config: Config, before: Mapping[str, Any], step: int, n
 def _step_of(config: Config, values: Mapping[str, Any], text: str, key: str) -> int:
     """Return the first step at or after a time, in a run of the length in a configuration's values."""
     run = replace(config, trainer=replace(config.trainer, max_duration=values["trainer"]["max_duration"]))
-    steps = steps_of(run, text, key)
+    steps = run.steps_of(text, key)
     assert steps is not None
     return math.ceil(steps - 1e-6)  # 0.07dur of 100 steps is 7.000000000000001.
 

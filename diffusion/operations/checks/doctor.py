@@ -24,7 +24,8 @@ from torch.distributed import (
 )
 
 from diffusion.config.checks import check as check_config
-from diffusion.config.checks import check_device, common_settings, resolve_device
+from diffusion.config.checks import check_device
+from diffusion.config.locations import common_settings
 from diffusion.config.schema import Config
 from diffusion.config.training import Device
 from diffusion.distributed import (
@@ -73,7 +74,7 @@ def diagnose(config: Config, timeout: float = 120.0, *, deep: bool = False) -> l
         config, world_size=world_size(), side_factor=image_side_factor(config), num_text_tokens=num_text_tokens(model)
     )
     num_gpus = torch.cuda.device_count()
-    device = resolve_device(config.trainer.device, num_gpus) if num_gpus else Device.cpu
+    device = config.trainer.device.resolve(num_gpus) if num_gpus else Device.cpu
     verdicts = []
     if world_size() > 1:
         if not has_process_group():

@@ -21,9 +21,9 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.nn.parallel import DistributedDataParallel
 
 from diffusion.callbacks.collectives import AccumulateLocally
-from diffusion.config.checks import is_location
 from diffusion.config.data import image_sizes
 from diffusion.config.loading import load_config
+from diffusion.config.locations import is_location
 from diffusion.config.model import AttentionBackend, Compilation, PerformanceConfig
 from diffusion.config.training import Device, TrainerConfig
 from diffusion.config.training import Precision as TrainPrecision
