@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rows import Row, chosen, measure, run_rows, write
-from diffusion.distributed import local_rank, rank, world_size
+from diffusion.distributed import is_first_rank, local_rank, world_size
 from diffusion.launch import CommandParser, run_command
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,12 +74,12 @@ def run(options: argparse.Namespace, path: Path) -> None:
     if world_size() == 1:
         run_rows(rows, machine, path)
         return
-    from composer.utils import dist
+    from composer.utils import dist as composer_dist
 
-    dist.initialize_dist("gpu" if machine["type"] == "cuda" else "cpu")
+    composer_dist.initialize_dist("gpu" if machine["type"] == "cuda" else "cpu")
     for row in rows:
         measured = measure(row)
-        if rank() == 0:
+        if is_first_rank():
             write(path, row, machine, **measured)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import pynvml
 import torch
 import torch.nn.functional as F
-from composer.utils import dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.version import cuda as cuda_version
@@ -23,6 +22,7 @@ from benchmarks import data
 from benchmarks.rows import Row
 from benchmarks.runs import Turn, run_config, run_trainer
 from diffusion.config.data import ImageSize
+from diffusion.distributed import world_size
 from diffusion.operations.checks.nodes import measure_device, time_runs
 from diffusion.planning.plan import training_flops
 
@@ -54,7 +54,7 @@ def part_rows(
             "architecture": "stable_diffusion_2" if is_gpu else "tiny",
             "overrides": [f"trainer.device={'gpu' if is_gpu else 'cpu'}", precision, *overrides],
             "resolution": side,
-            "batch_size": size * dist.get_world_size(),
+            "batch_size": size * world_size(),
         }
         blocks = {"num_blocks": 2 if quick else 10, "block": 5 if is_gpu and not quick else 1}
         steps.append((f"trainer/{side}/{size}", measure_trainer, {**run, **blocks}))
@@ -102,7 +102,7 @@ def _speed(seconds: Sequence[float], **run: Any) -> dict[str, Any]:
         `images_per_second` (of all GPUs), `num_gpus`, `microbatch_size`, `tflops` (of one GPU; operations of the U-Net,
         forward and backward pass, nothing recomputed), memory of the GPU.
     """
-    config, num_gpus = run_config(**run), dist.get_world_size()
+    config, num_gpus = run_config(**run), world_size()
     median = statistics.median(seconds)
     low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else (median, median, median)
     size, resolution = config.data.global_batch_size, config.data.resolution

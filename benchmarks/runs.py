@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from composer import Callback, Event, Logger, State
 from composer.models import ComposerModel
-from composer.utils import dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import Dataset
@@ -25,6 +24,7 @@ from diffusion.config.model import Architecture
 from diffusion.config.schema import Config
 from diffusion.config.training import Device
 from diffusion.datasets.batch import BatchKey
+from diffusion.distributed import barrier, broadcast
 from diffusion.files import write_json
 from diffusion.models.architectures import ARCHITECTURES, ArchitectureSpec
 from diffusion.operations.checks.nodes import synchronize
@@ -128,12 +128,8 @@ def run_trainer(callback: str, arguments: dict[str, Any], **run: Any) -> dict[st
 def shared_folder() -> Iterator[Path]:
     """A temporary folder of rank 0 that all ranks use."""
     with tempfile.TemporaryDirectory() as folder:
-        names = [folder]
-        if dist.get_world_size() > 1:
-            dist.broadcast_object_list(names)
-        yield Path(names[0])
-        if dist.get_world_size() > 1:
-            dist.barrier()
+        yield Path(broadcast(folder))
+        barrier()
 
 
 # Callbacks

@@ -4,11 +4,12 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from diffusion.config.checks import check, is_location, missing_locations
+from diffusion.config.checks import check
 from diffusion.config.fields import check_sections
 from diffusion.config.loading import load_complete, load_config, to_public_yaml
+from diffusion.config.locations import is_location, missing_locations
 from diffusion.config.schema import Config
-from diffusion.distributed import rank, world_size
+from diffusion.distributed import is_first_rank, world_size
 from diffusion.evaluation.config import EvaluationConfig
 from diffusion.launch import CommandParser
 
@@ -31,7 +32,7 @@ def train_command(arguments: Sequence[str], *, say: Callable[[str], None]) -> No
     )
     check(config, world_size=(config.plan.num_gpus if options.dry_run else None) or world_size())
     if options.dry_run:
-        if rank() == 0:
+        if is_first_rank():
             _show_plan(config, say)
         return
     from diffusion.train import train
@@ -50,7 +51,7 @@ def _parser(program: str, description: str) -> CommandParser:
 def _start_logging() -> None:
     """Let rank 0 say what this package does; warnings, of libraries as well, come from all ranks."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("diffusion").setLevel(logging.INFO if rank() == 0 else logging.WARNING)
+    logging.getLogger("diffusion").setLevel(logging.INFO if is_first_rank() else logging.WARNING)
 
 
 def _show_plan(config: Config, say: Callable[[str], None]) -> None:
@@ -82,7 +83,7 @@ def evaluate_command(arguments: Sequence[str], *, say: Callable[[str], None]) ->
     )
     options = parser.parse_intermixed_args(list(arguments))
     if options.table is not None:
-        if rank() == 0:
+        if is_first_rank():
             _show_results([one for one in (options.config, *options.table) if one is not None], say)
         return
     if options.config is None:
@@ -98,7 +99,7 @@ def evaluate_command(arguments: Sequence[str], *, say: Callable[[str], None]) ->
     from diffusion.evaluation.evaluate import evaluate
 
     evaluate(config)
-    if rank() == 0:
+    if is_first_rank():
         _show_results([config.output_folder], say)
 
 

@@ -113,6 +113,15 @@ def gather(value: T) -> list[T]:
     return values if is_first_rank() else []
 
 
+def all_gather(value: T) -> list[T]:
+    """Return the values of all ranks in their order on all ranks."""
+    if (dist := _process_group()) is None:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def map_on_ranks(num: int, step: Callable[[int], T], label: str) -> list[T]:
     """Call a step with 0 to `num` - 1, rank r with r, r + world size, and so on, and fail together; collective.
 
@@ -132,7 +141,7 @@ def map_on_ranks(num: int, step: Callable[[int], T], label: str) -> list[T]:
 
 def on_first_rank(step: Callable[[], T], *, takes_long: bool = False) -> T:
     """Run a step on rank 0 and return its result on all ranks, or fail together as `agree` does."""
-    result: Any = agree(lambda: step() if not has_process_group() or rank() == 0 else None, takes_long=takes_long)
+    result: Any = agree(lambda: step() if not has_process_group() or is_first_rank() else None, takes_long=takes_long)
     return broadcast(result)
 
 

@@ -35,6 +35,7 @@ from diffusion.distributed import (
     PREEMPTED_EXIT_CODE,
     USER_ERROR_EXIT_CODE,
     has_process_group,
+    is_first_rank,
     local_rank,
     local_world_size,
     num_cores,
@@ -125,7 +126,7 @@ class CommandParser(argparse.ArgumentParser):
         return found, rest
 
     def _print_message(self, message: str, file: IO[str] | None = None) -> None:
-        if rank() == 0:
+        if is_first_rank():
             super()._print_message(message, file)
 
 
@@ -180,7 +181,7 @@ class OutputFile(PosixPath):
 def output_file(text: str) -> Path:
     """Read a file to write, as the `type` of an argument; a MachineError, before any work, if that is not possible."""
     path = OutputFile(text)
-    if rank() == 0:
+    if is_first_rank():
         with explained_writes(text):
             path.parent.mkdir(parents=True, exist_ok=True)
             is_new = not path.exists()
@@ -242,7 +243,7 @@ def _report(error: BaseException, say: Callable[[str], None]) -> None:
             time.sleep(_PAUSE_SECONDS)
 
     if not isinstance(error, UserError):
-        if rank() == 0:
+        if is_first_rank():
             say(str(error) if isinstance(error, PreemptedError) else "interrupted")
         return
     message = f"{type(error).__name__}: {error}"

@@ -15,9 +15,9 @@ from transformers import CLIPTextModel
 from diffusion.checkpointing.find import locate_checkpoint, resolve_checkpoint
 from diffusion.checkpointing.read import read_config, read_identities, read_weights
 from diffusion.checkpointing.remote import RemoteCheckpoints
-from diffusion.config.checks import weight_locations
 from diffusion.config.frozen import FrozenPaths
 from diffusion.config.loading import from_dict, read_yaml
+from diffusion.config.locations import weight_locations
 from diffusion.config.model import ModelConfig
 from diffusion.config.resumption import is_used
 from diffusion.config.schema import Config, Task

@@ -1,10 +1,10 @@
 """Files by URI: paths, `s3://bucket/key` (or any store that speaks S3), web servers, and what fsspec reaches.
 
-Every function makes several attempts while a store does not answer, with growing pauses, and raises one of five errors:
-`MissingFileError`, `ForbiddenFileError`, `ChangedFileError`, `UnavailableError` (the attempts are used up) and
-`DataError` (the URI or the content is wrong). Messages name the URI without user, password and query, and hold no text
-of a library, which could hold credentials. Nothing else in this package opens a boto3 client for S3. Only paths and S3
-are written to.
+Every function makes several attempts while a store does not answer, with growing pauses. Its errors are
+`MissingFileError`, `ForbiddenFileError`, `ChangedFileError`, `UnavailableError` (the attempts are used up), `DataError`
+(the URI or the content is wrong) and `MachineError` (credentials, a package or space are missing, or the store refuses
+the request). Messages name the URI without user, password and query, and hold no text of a library, which could hold
+credentials. Nothing else in this package opens a boto3 client for S3. Only paths and S3 are written to.
 
 Credentials are never part of a URI. S3 takes them from the profile of the AWS configuration files that `Access` names,
 else from where boto3 finds them; a public bucket needs none. Web servers take them from `~/.netrc`.

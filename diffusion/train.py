@@ -27,7 +27,8 @@ from composer.optim import (
     CosineAnnealingWithWarmupScheduler,
     LinearWithWarmupScheduler,
 )
-from composer.utils import dist, get_device, reproducibility
+from composer.utils import dist as composer_dist
+from composer.utils import get_device, reproducibility
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -49,18 +50,10 @@ from diffusion.checkpointing.resume import (
 )
 from diffusion.checkpointing.roll_back import roll_back
 from diffusion.composer_models import AutoencoderTraining, LatentDiffusionTraining
-from diffusion.config.checks import (
-    check,
-    check_common_settings,
-    check_device,
-    common_settings,
-    interval_of,
-    planned_steps,
-    resolve_device,
-    steps_of,
-)
+from diffusion.config.checks import check, check_common_settings, check_device
 from diffusion.config.data import Shuffling, microbatch_size
 from diffusion.config.loading import to_public_yaml
+from diffusion.config.locations import common_settings
 from diffusion.config.model import Posterior
 from diffusion.config.schema import Config, Task
 from diffusion.config.training import Collectives, Decay, Device, OptimizerName, Parallelism, Precision
@@ -68,7 +61,17 @@ from diffusion.datasets.batch import num_samples, split_batch
 from diffusion.datasets.dataset import TrainingDataset
 from diffusion.datasets.loader import BatchLoader, stop_workers, train_loader, validation_dataset, validation_loader
 from diffusion.datasets.streams import Files
-from diffusion.distributed import agree, broadcast, on_first_rank
+from diffusion.distributed import (
+    agree,
+    all_gather,
+    broadcast,
+    is_first_rank,
+    local_rank,
+    local_world_size,
+    on_first_rank,
+    rank,
+    world_size,
+)
 from diffusion.errors import ConfigurationError, PreemptedError, error_context, explained_writes
 from diffusion.files import write_atomically
 from diffusion.formats.run_folder import CONFIG, STARTS
@@ -120,7 +123,7 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
     device = start_ranks(config)
     shape = agree(lambda: {"side_factor": image_side_factor(config), "num_text_tokens": num_text_tokens(config.model)})
     is_own = build is not None
-    agree(lambda: check(config, world_size=dist.get_world_size(), **shape, may_be_random=is_own))
+    agree(lambda: check(config, world_size=world_size(), **shape, may_be_random=is_own))
     agree(lambda: check_plugins(config))
     first = broadcast(common_settings(config))
     agree(lambda: check_common_settings(common_settings(config), first))
@@ -144,7 +147,7 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
         if load_path is None:
             initial = find_initial_weights(config)
         else:
-            if dist.get_global_rank() == 0 and not (folder / STARTS).is_file():
+            if is_first_rank() and not (folder / STARTS).is_file():
                 log.warning("%s has no earlier starts of this run: rollbacks and budgets are counted from now", folder)
             initial = config = agree(lambda: with_kept_settings(config, Path(load_path)))
 
@@ -181,16 +184,15 @@ def train(config: Config, build: Callable[[Config, Device], ComposerModel] | Non
 def start_ranks(config: Config) -> Device:
     """Join the process group and seed this rank; return its device. A UserError says what this machine lacks."""
     num_gpus = torch.cuda.device_count()
-    ranks = dist.get_local_world_size()
-    check_device(config, num_gpus=num_gpus, bf16_supported=computes_bf16(), local_world_size=ranks)
-    device = resolve_device(config.trainer.device, num_gpus)
+    check_device(config, num_gpus=num_gpus, bf16_supported=computes_bf16(), local_world_size=local_world_size())
+    device = config.trainer.device.resolve(num_gpus)
     if device is Device.cpu and not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(1)  # The last bits of sums depend on it.
     if config.trainer.collectives is Collectives.smddp:
         load_smddp()
         type(get_device(device.value)).dist_backend = Collectives.smddp.value
     if not torch.distributed.is_initialized():
-        dist.initialize_dist(device.value, timeout=config.trainer.dist_timeout)
+        composer_dist.initialize_dist(device.value, timeout=config.trainer.dist_timeout)
     reproducibility.seed_all(config.seed)
     if config.trainer.deterministic:
         reproducibility.configure_deterministic_mode()
@@ -220,7 +222,7 @@ def record_config(folder: Path, config: Config, *, overwrite: bool = True) -> No
     Without `overwrite` that of an earlier start stays: this start may still fail, or find the run finished. A folder
     that cannot be written is a MachineError.
     """
-    if dist.get_global_rank() != 0:
+    if not is_first_rank():
         return
     with explained_writes(f"output_folder={folder}", "Choose another one"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -250,15 +252,15 @@ def find_initial_weights(config: Config) -> Config:
         return config  # Without checksums.
 
     def find() -> Path | None:
-        if dist.get_local_rank() != 0:
+        if local_rank() != 0:
             return None
         with error_context("init_from.checkpoint"):
             check_checkpoint(path := resolve_checkpoint(source))
         return path
 
-    found: list[Path | None] = dist.all_gather_object(agree(find, takes_long=True))
+    found: list[Path | None] = all_gather(agree(find, takes_long=True))
     agree(lambda: _check_same(found, source))
-    path = found[dist.get_global_rank() - dist.get_local_rank()]
+    path = found[rank() - local_rank()]
     return replace(config, init_from=replace(config.init_from, checkpoint=str(path)))
 
 
@@ -309,7 +311,7 @@ def _build_autoencoder(config: Config, is_new: bool) -> AutoencoderTraining:
     if is_new and config.init_from is not None:
         with error_context("init_from.checkpoint"):
             vae.load_state_dict(read_vae(config.init_from.checkpoint, vae))
-    start = steps_of(config, settings.adversarial_start, "autoencoder.adversarial_start")
+    start = config.steps_of(settings.adversarial_start, "autoencoder.adversarial_start")
     assert start is not None
     return AutoencoderTraining(vae, settings, config.seed, start)
 
@@ -324,7 +326,7 @@ def identities_of(model: ComposerModel, load_path: str | None) -> dict[str, str]
     """
     if not isinstance(model, LatentDiffusion | AutoencoderTraining):
         return {}
-    own = agree(lambda: model.identities() if dist.get_local_rank() == 0 else {}, takes_long=True)
+    own = agree(lambda: model.identities() if local_rank() == 0 else {}, takes_long=True)
     found = broadcast(own)
     agree(lambda: _check_equal_parts(own, found))
     if load_path is not None:
@@ -385,8 +387,8 @@ def _plugin_loader(config: Config) -> DataLoader:
     if isinstance(dataset, IterableDataset):
         raise ConfigurationError(f"plugins.train_dataset ({plugin.path}) has no __getitem__: give it one")
     is_shuffled = data.shuffle is not Shuffling.none
-    sampler = dist.get_sampler(dataset, shuffle=is_shuffled, drop_last=True, seed=config.seed)
-    rank_batch_size = data.global_batch_size // dist.get_world_size()
+    sampler = composer_dist.get_sampler(dataset, shuffle=is_shuffled, drop_last=True, seed=config.seed)
+    rank_batch_size = data.global_batch_size // world_size()
     # The host may wait for earlier work on the device when it copies from memory that is not pinned.
     options: dict[str, Any] = {"num_workers": data.num_workers, "pin_memory": torch.cuda.is_available()}
     if data.num_workers:
@@ -412,12 +414,11 @@ def build_evaluator(config: Config, model: ComposerModel, files: Files | None = 
     )
     if isinstance(model, LatentDiffusionTraining):
         model.set_validation_data(dataset.stream_names_with_samples, torch.from_numpy(dataset.addresses()))
-    rank, num_ranks = dist.get_global_rank(), dist.get_world_size()
-    loader = validation_loader(dataset, config.validation, config.data, rank=rank, num_ranks=num_ranks)
+    loader = validation_loader(dataset, config.validation, config.data, rank=rank(), num_ranks=world_size())
     return Evaluator(
         label="validation",
         dataloader=DataSpec(loader, split_batch=split_batch, get_num_samples_in_batch=num_samples),
-        eval_interval=interval_of(config, config.trainer.eval_interval, "trainer.eval_interval"),
+        eval_interval=config.interval_of(config.trainer.eval_interval, "trainer.eval_interval"),
         device_eval_microbatch_size=config.validation.device_batch_size,
     )
 
@@ -460,7 +461,7 @@ def build_trainer(
             device=device.value,
             precision=settings.precision.value,
             device_train_microbatch_size=microbatch_size(
-                config.data, settings.device_train_microbatch_size, dist.get_world_size()
+                config.data, settings.device_train_microbatch_size, world_size()
             ),
             parallelism_config={"fsdp": fsdp_config(settings)} if settings.parallelism == Parallelism.fsdp else None,
             seed=config.seed,
@@ -521,10 +522,10 @@ def _build_scheduler(config: Config) -> ComposerScheduler:
         return LinearWithWarmupScheduler(t_warmup=schedule.warmup, alpha_f=schedule.final)
     if schedule.decay == Decay.cosine:
         return CosineAnnealingWithWarmupScheduler(t_warmup=schedule.warmup, alpha_f=schedule.final)
-    warmup = steps_of(config, schedule.warmup, "schedule.warmup")
-    cooldown = steps_of(config, schedule.cooldown, "schedule.cooldown")
+    warmup = config.steps_of(schedule.warmup, "schedule.warmup")
+    cooldown = config.steps_of(schedule.cooldown, "schedule.cooldown")
     assert warmup is not None and cooldown is not None
-    total, final = planned_steps(config), schedule.final
+    total, final = config.planned_steps(), schedule.final
     multiplier = partial(warmup_stable_decay, warmup=warmup, cooldown=cooldown, total=total, final=final)
     return lambda state, ssr=1.0: multiplier(state.timestamp.batch.value)
 

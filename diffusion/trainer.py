@@ -17,8 +17,11 @@ from composer.callbacks import SpeedMonitor
 from composer.core import State
 from composer.core.types import TrainerMode
 from composer.loggers import Logger, LoggerDestination
-from composer.utils import collect_env, dist
+from composer.utils import collect_env
+from composer.utils import dist as composer_dist
 from torch import Tensor
+
+from diffusion.distributed import world_size
 
 # For the metadata of checkpoints: Composer's own function measures the processor's clock for a second in each start.
 collect_env.get_cpu_model = platform.machine
@@ -38,8 +41,7 @@ class HostTrainer(Trainer):
         self, num_samples: int, num_tokens: int, batch_time: datetime.timedelta
     ) -> tuple[int, int, datetime.timedelta]:
         """Return samples and tokens of all ranks, and the time of this one."""
-        world_size = dist.get_world_size()
-        return num_samples * world_size, num_tokens * world_size, batch_time
+        return num_samples * world_size(), num_tokens * world_size(), batch_time
 
     def _iter_dataloader(self, trainer_mode: TrainerMode) -> Iterator[Any]:
         """Iterate over the batches of this rank; in training without a collective operation for each."""
@@ -70,8 +72,8 @@ class HostTrainer(Trainer):
         self.logger.release()
         numbers: Any = {name: HostNumber() for name in losses}
         for name, loss in losses.items():
-            dist.all_reduce(loss)
-            numbers[name].start(loss.double().squeeze() / dist.get_world_size())
+            composer_dist.all_reduce(loss)
+            numbers[name].start(loss.double().squeeze() / world_size())
         self.state.total_loss_dict = numbers
         self.logger.log_metrics(numbers)
         return None
@@ -125,7 +127,7 @@ class HostSpeedMonitor(SpeedMonitor):
         """Log throughput and utilisation over the last steps."""
         model: Any = getattr(state.model, "module", state.model)
         if hasattr(model, "batch_flops"):
-            self.history_flops.append(model.batch_flops(state.batch) * dist.get_world_size())
+            self.history_flops.append(model.batch_flops(state.batch) * world_size())
         super().batch_end(state, logger)
 
 

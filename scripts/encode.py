@@ -23,7 +23,14 @@ from diffusion.config.frozen import frozen_paths
 from diffusion.config.loading import load, missing_keys
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.config.schema import Config
-from diffusion.distributed import local_rank, local_world_size, num_cores, rank, start_process_group, world_size
+from diffusion.distributed import (
+    is_first_rank,
+    local_rank,
+    local_world_size,
+    num_cores,
+    start_process_group,
+    world_size,
+)
 from diffusion.errors import ConfigurationError, MachineError, raise_all
 from diffusion.launch import CommandParser, choose_device, end_process, positive, run_command
 from diffusion.preparation.config import Engine, RayConfig
@@ -132,7 +139,7 @@ def main() -> None:
     by_workers = engine is Engine.ray or (number or 1) > 1
     if by_workers and world_size() > 1:
         raise ConfigurationError("--processes and --engine ray start processes: use them without a launcher")
-    logging.basicConfig(level=logging.INFO if rank() == 0 else logging.WARNING, format="%(message)s")
+    logging.basicConfig(level=logging.INFO if is_first_rank() else logging.WARNING, format="%(message)s")
 
     from diffusion.preparation.encoding.encode import encode
     from diffusion.preparation.engine import Workers
@@ -157,7 +164,7 @@ def main() -> None:
         load=load_here,
         progress=True,
     )
-    if rank() == 0:
+    if is_first_rank():
         for manifest in manifests:
             num_samples = sum(count for buckets in manifest.counts.values() for count in buckets.values())
             print(f"{options.out}: {num_samples} samples at {manifest.resolution} px")

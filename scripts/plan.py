@@ -16,8 +16,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diffusion.config.checks import check, is_location
+from diffusion.config.checks import check
 from diffusion.config.loading import load_config
+from diffusion.config.locations import is_location
 from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError, explained_writes
 from diffusion.files import write_json

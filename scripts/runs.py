@@ -145,7 +145,6 @@ def resume(run: Path, overrides: list[str], *, is_confirmed: bool = False) -> No
 
 def show_costs(run: Path, **prices: float | None) -> None:
     """Print what a run has cost, what it will have cost at its last step, and whether its budget suffices."""
-    from diffusion.config.checks import planned_steps
     from diffusion.formats.run_folder import read_config
     from diffusion.operations.costs import project, read_costs
     from diffusion.operations.inventory import expense_rows, stored_bytes
@@ -156,7 +155,7 @@ def show_costs(run: Path, **prices: float | None) -> None:
     if not starts:
         raise ConfigurationError(f"{run} has not trained yet: it has no costs.jsonl")
     size, absent = stored_bytes(run, config)
-    num_steps = planned_steps(config)
+    num_steps = config.planned_steps()
     print(f"{run}: {read_status(run)}, step {starts[-1].reached:,} of {num_steps:,}")
     print(*text_table(expense_rows(starts, size, num_steps, **prices)), sep="\n")
     for folder in absent:

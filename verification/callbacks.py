@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from composer import Callback, Event, Logger, State
-from composer.utils import dist
 
+from diffusion.distributed import rank, world_size
 from diffusion.files import read_json_lines
 from diffusion.models.latent_diffusion import Draws, Prediction
 
@@ -39,12 +39,12 @@ class DrawTrace(Callback):
         digests = [pair for draws in self._draws for pair in sample_digests(draws)]
         row = {
             "step": state.timestamp.batch.value - 1,
-            "world_size": dist.get_world_size(),
+            "world_size": world_size(),
             "samples": [sample for sample, _ in digests],
             "digests": [digest for _, digest in digests],
         }
         self._draws.clear()
-        with (self.folder / f"rank-{dist.get_global_rank()}.jsonl").open("a", encoding="utf-8") as file:
+        with (self.folder / f"rank-{rank()}.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
 
@@ -105,5 +105,5 @@ class Disturbance(Callback):
         self.is_done = True  # Microbatches repeat events.
         if self.kind == "term":
             os.kill(os.getpid(), signal.SIGTERM)
-        elif dist.get_global_rank() == dist.get_world_size() - 1:
+        elif rank() == world_size() - 1:
             os.kill(os.getpid(), signal.SIGKILL)

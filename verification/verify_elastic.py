@@ -51,8 +51,8 @@ def parse_arguments() -> argparse.Namespace:
 def main(launcher: Callable[[int], list[str]] | None = None) -> None:
     """Make data, run, compare; ranks are started with Composer's launcher or another one (`runs.Launcher`)."""
     arguments = parse_arguments()
-    from diffusion.config.checks import is_location
     from diffusion.config.loading import load_config
+    from diffusion.config.locations import is_location
     from diffusion.config.model import TextEncoderConfig
     from verification.runs import Recipe, compare, composer, format_table, make_data, run
     from verification.ways import covering_set, product, short_set

@@ -1,4 +1,4 @@
-"""Composer callbacks and loggers of a run: which, and in which order. Each module beside this one is one idea."""
+"""Composer callbacks and loggers of a run: which, and in which order."""
 
 import sys
 from collections import defaultdict
@@ -14,7 +14,11 @@ from composer.models import ComposerModel
 from composer.utils import is_notebook
 
 from diffusion.callbacks.autoencoder import AwaitDiscriminator, SaveAutoencoder, statistics_images
+from diffusion.callbacks.batch import CountChunks, StepAddress
+from diffusion.callbacks.clipping import ClipGradients
+from diffusion.callbacks.collectives import AccumulateLocally, CollectiveTimeout
 from diffusion.callbacks.compilation import ParallelCompilation
+from diffusion.callbacks.data_position import DataPosition
 from diffusion.callbacks.guards import BadImageGuard, LossGuard
 from diffusion.callbacks.loggers import ProgressLines, PrometheusLogger, TensorBoardLogger, WandB
 from diffusion.callbacks.metrics_file import MetricsFile, StartsFile
@@ -22,18 +26,9 @@ from diffusion.callbacks.monitoring import CostMeter, Heartbeat, Utilisation
 from diffusion.callbacks.preemption import SaveOnPreemption
 from diffusion.callbacks.samples import SampleGrids
 from diffusion.callbacks.saving import RunRecord, SaveCheckpoints
-from diffusion.callbacks.step import (
-    AccumulateLocally,
-    ClipGradients,
-    CollectiveTimeout,
-    CountChunks,
-    DataPosition,
-    StepAddress,
-    StreamLosses,
-)
+from diffusion.callbacks.stream_losses import StreamLosses
 from diffusion.checkpointing.resume import CheckpointStorage
 from diffusion.composer_models import AutoencoderTraining, LatentDiffusionTraining
-from diffusion.config.checks import interval_of, steps_of
 from diffusion.config.data import Mixing, Representation
 from diffusion.config.loading import to_public_yaml
 from diffusion.config.model import Compilation
@@ -106,9 +101,9 @@ def build_callbacks(
     keep_every = settings.keep_every
     saver = SaveCheckpoints(
         storage.folder,
-        interval_of(config, settings.save_interval, "trainer.save_interval"),
+        config.interval_of(settings.save_interval, "trainer.save_interval"),
         newest=settings.keep_checkpoints if settings.keep_checkpoints > 0 else None,
-        every=None if keep_every is None else steps_of(config, keep_every, "trainer.keep_every"),
+        every=None if keep_every is None else config.steps_of(keep_every, "trainer.keep_every"),
         remote=storage.remote,
         background=settings.async_checkpoints,
         guard=guard,
@@ -179,5 +174,5 @@ def _build_task_callbacks(
         callbacks.append(CountChunks(model.conditioner))
     if config.plugins.train_dataset is None and len(streams) > 1:
         callbacks.append(StreamLosses(model, [one.name for one in streams], config.loggers.stream_loss_interval))
-    samples = replace(config.samples, interval=interval_of(config, config.samples.interval, "samples.interval"))
+    samples = replace(config.samples, interval=config.interval_of(config.samples.interval, "samples.interval"))
     return [*callbacks, SampleGrids(model, samples, folder / SAMPLES, ema, config.run_name)]

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import math
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain, count, groupby, islice, product
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import torch
 from composer import Callback, Logger, State
-from composer.utils import dist
 from diffusers.utils.constants import SAFETENSORS_WEIGHTS_NAME
 from torch import Tensor
 
@@ -20,7 +18,7 @@ from diffusion.config.schema import Config
 from diffusion.datasets.bad_images import BadImages
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.loader import validation_dataset
-from diffusion.distributed import agree
+from diffusion.distributed import agree, is_first_rank, rank, world_size
 from diffusion.ema.callbacks import LateStartEMA
 from diffusion.errors import DataError, explained_writes
 from diffusion.files import atomic_path
@@ -85,7 +83,7 @@ class SaveAutoencoder(Callback):
         self.space.set_statistics(*latent_statistics(self.model.vae, chain(first, images), device))
 
         def write() -> None:
-            if dist.get_global_rank() == 0:
+            if is_first_rank():
                 self._write(step)
                 self._draw(first[0][:NUM_SHOWN].to(device))
 
@@ -136,8 +134,8 @@ def statistics_images(config: Config) -> Iterator[Tensor]:
     )
     tokenizer = build_tokenizer(config.model.architecture)
     dataset = validation_dataset(everything, data, tokenize=partial(tokenize, tokenizer))
-    dataset.samples.bad_images = BadImages(num_ranks=math.inf)
-    indices = range(dist.get_global_rank(), len(dataset), dist.get_world_size())
+    dataset.samples.bad_images = BadImages(is_limited=False)
+    indices = range(rank(), len(dataset), world_size())
     size = everything.device_batch_size
     for start in range(0, len(indices), size):
         samples = [torch.as_tensor(dataset[i][BatchKey.IMAGE]) for i in indices[start : start + size]]

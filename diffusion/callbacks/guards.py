@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 from composer import Callback, Logger, State
-from composer.utils import dist
 
 from diffusion.checkpointing.roll_back import decide, is_wrong
 from diffusion.config.operations import GuardConfig
 from diffusion.datasets.bad_images import BadImage, check_bad_images, read_bad_images
 from diffusion.datasets.dataset import TextImageDataset, TrainingDataset
-from diffusion.distributed import agree, on_first_rank
+from diffusion.distributed import agree, all_gather, is_first_rank, on_first_rank
 from diffusion.errors import PreemptedError, explained_writes
 from diffusion.files import append_json_lines
 from diffusion.formats.run_folder import (
@@ -106,10 +105,10 @@ class LossGuard(Callback):
         if not is_wrong(loss, self._before, self.guard):
             self._before.append(loss)
             return
-        if dist.get_global_rank() == 0:
+        if is_first_rank():
             self._list_samples(state, step, loss)
         rollback = decide(step, loss, self._record, self.guard, time.time())
-        if dist.get_global_rank() == 0:
+        if is_first_rank():
             with explained_writes(self.run / ROLLBACK, "Make room"):
                 request_rollback(self.run, rollback)
         skipped = f" and skips the updates of steps {list(rollback.skipped)}" if rollback.skipped else ""
@@ -175,11 +174,10 @@ class BadImageGuard(Callback):
             self._list(images)
 
     def _exchange(self, state: State) -> None:
-        images: list[list[BadImage]] = dist.all_gather_object(self.dataset.bad_images.take())
+        images: list[list[BadImage]] = all_gather(self.dataset.bad_images.take())
         if new := [image for of_rank in images for image in of_rank]:
             num_read = self._num_read(state)
-            is_first = dist.get_global_rank() == 0
-            agree(lambda: check_bad_images(self._count(new), num_read, str(new[-1])) if is_first else None)
+            agree(lambda: check_bad_images(self._count(new), num_read, str(new[-1])) if is_first_rank() else None)
 
     def _num_read(self, state: State) -> int:
         return min(state.timestamp.sample.value, self.dataset.num_samples)

@@ -18,13 +18,12 @@ from typing import Any
 import numpy as np
 from composer import Logger, State
 from composer.loggers import LoggerDestination, WandBLogger
-from composer.utils import dist
 
 from diffusion.config.loading import to_dict
 from diffusion.config.operations import PrometheusConfig
 from diffusion.config.schema import Config
 from diffusion.config.secrets import redact, redact_arguments
-from diffusion.distributed import agree
+from diffusion.distributed import agree, is_first_rank
 from diffusion.errors import MachineError
 from diffusion.formats.run_folder import TRAIN_LOSS
 from diffusion.operations import metrics as names
@@ -64,7 +63,7 @@ class TensorBoardLogger(LoggerDestination):
 
         The points of the checkpoint's own step stay: most were logged before it was saved, and are not logged again.
         """
-        if dist.get_global_rank() == 0:
+        if is_first_rank():
             from torch.utils.tensorboard.writer import SummaryWriter
 
             step = state.timestamp.batch.value
@@ -203,7 +202,7 @@ class ProgressLines(LoggerDestination):
 
     def _log(self, state: State) -> None:
         elapsed = state.get_elapsed_duration()
-        if dist.get_global_rank() != 0 or elapsed is None:
+        if not is_first_rank() or elapsed is None:
             return
         known = ", ".join(text(self._numbers[name]) for name, text in PROGRESS.items() if name in self._numbers)
         log.info("step %d (%.1f %%): %s", state.timestamp.batch.value, 100 * elapsed.value, known)
@@ -219,8 +218,7 @@ class PrometheusLogger(LoggerDestination):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Start the server; a MachineError on all ranks if the address cannot be used."""
-        is_first = dist.get_global_rank() == 0
-        agree(lambda: self._server.enter_context(served(self._settings, self._read)) if is_first else None)
+        agree(lambda: self._server.enter_context(served(self._settings, self._read)) if is_first_rank() else None)
 
     def _read(self) -> names.MetricValues:
         return {self._run.name: self._numbers | read_run_metrics(self._run, self._heartbeats)}

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from composer import Logger, State
 from composer.loggers import LoggerDestination
-from composer.utils import dist
 
+from diffusion.distributed import is_first_rank, local_world_size, world_size
 from diffusion.errors import explained_writes
 from diffusion.files import append_json_lines, atomic_path, read_json_lines
 from diffusion.formats.run_folder import STARTS, preemption_signal
@@ -49,7 +49,7 @@ class MetricsFile(LoggerDestination):
         Raises:
             MachineError: the file cannot be written.
         """
-        if dist.get_global_rank() == 0:
+        if is_first_rank():
             with explained_writes(self.path, "Make room"):
                 self._begin(state)
 
@@ -66,7 +66,7 @@ class MetricsFile(LoggerDestination):
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Collect the numbers of a step; they are written when the next step begins."""
-        if dist.get_global_rank() != 0 or step is None:
+        if not is_first_rank() or step is None:
             return
         if step != self._step:
             self.flush()
@@ -121,15 +121,15 @@ class StartsFile(LoggerDestination):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Write the row of a start."""
-        if dist.get_global_rank() != 0:
+        if not is_first_rank():
             return
         self._is_running = True
         row: dict[str, Any] = {
             "event": "start",
             "time": _text(datetime.datetime.now(datetime.UTC)),
             "step": state.timestamp.batch.value,
-            "world_size": dist.get_world_size(),
-            "num_nodes": dist.get_world_size() // dist.get_local_world_size(),
+            "world_size": world_size(),
+            "num_nodes": world_size() // local_world_size(),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             "versions": package_versions(),
         }

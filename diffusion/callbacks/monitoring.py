@@ -17,13 +17,12 @@ import psutil
 import torch
 from composer import Callback, Event, Logger, State
 from composer.callbacks.speed_monitor import get_gpu_flops_available
-from composer.utils import dist
 from torch._dynamo.callback import callback_handler
 
 from diffusion.config.operations import OperationsConfig
 from diffusion.config.secrets import redact
 from diffusion.datasets.cache import TierCounts, TierMeter
-from diffusion.distributed import broadcast, rank
+from diffusion.distributed import all_gather, broadcast, is_first_rank, local_rank, local_world_size, rank, world_size
 from diffusion.errors import UserError, explained_writes
 from diffusion.formats.run_folder import BUDGET
 from diffusion.launch import exit_code
@@ -212,13 +211,13 @@ class CostMeter(Callback):
         Raises:
             BudgetSpentError: on all ranks: nothing is left for another step.
         """
-        if dist.get_global_rank() == 0:
+        if is_first_rank():
             self._open(state)
         if state.max_duration is not None and state.timestamp >= state.max_duration:
             return
         if broadcast(self.is_spent):
             self.end(state.timestamp.batch.value, "nothing was computed")
-        if dist.get_global_rank() == 0:
+        if is_first_rank():
             (self.run / BUDGET).unlink(missing_ok=True)
 
     def _open(self, state: State) -> None:
@@ -229,7 +228,7 @@ class CostMeter(Callback):
         self._costs = StartCosts(
             began=self._since,
             ended=now,
-            num_devices=dist.get_world_size(),
+            num_devices=world_size(),
             price=self._price,
             step=step,
             reached=step,
@@ -241,7 +240,7 @@ class CostMeter(Callback):
     def end(self, step: int, outcome: str) -> None:
         """End the run after a step by a BudgetSpentError; to be called by all ranks."""
         reason = broadcast(f"the budget is spent: {self._left()[1]}; {outcome}")
-        if dist.get_global_rank() == 0:
+        if is_first_rank():
             mark_spent(self.run, step, reason)
         raise BudgetSpentError(f"{reason}. Raise the limit and start the same command again to go on from step {step}")
 
@@ -311,8 +310,8 @@ class Utilisation(Callback):
 
     def __init__(self, interval: int, loader: LoaderSettings, tiers: TierMeter | None = None) -> None:
         self.interval, self.loader, self.tiers = interval, loader, tiers
-        is_first = dist.get_local_rank() == 0 and torch.cuda.is_available()
-        self._gpus = GpuMeter(num_gpus=dist.get_local_world_size()) if is_first else None
+        is_first = local_rank() == 0 and torch.cuda.is_available()
+        self._gpus = GpuMeter(num_gpus=local_world_size()) if is_first else None
         self.fetched_bytes = 0
         self._before: Counters | None = None
         self._storage = TierCounts()
@@ -341,7 +340,7 @@ class Utilisation(Callback):
         usage = usage_between(before, self._before, self.loader.num_workers)
         own_share = self._waited / max(self._waited + self._computed, 1e-9)
         gpu = self._gpus.read() if self._gpus is not None else None
-        ranks = dist.all_gather_object((usage, own_share, gpu, self._read_storage()))
+        ranks = all_gather((usage, own_share, gpu, self._read_storage()))
         usages, shares, gpus, storages = (list(values) for values in zip(*ranks, strict=True))
         self._waited = self._computed = 0.0
         metrics = _machine_metrics(usages, gpus) | {"time/data_waiting_share": max(shares)}
@@ -357,7 +356,7 @@ class Utilisation(Callback):
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Count the downloads since the last interval."""
-        self.fetched_bytes += sum(counts.fetched_bytes for counts in dist.all_gather_object(self._read_storage()))
+        self.fetched_bytes += sum(counts.fetched_bytes for counts in all_gather(self._read_storage()))
 
     def _read_storage(self) -> TierCounts:
         """Count since the last call."""
@@ -371,7 +370,7 @@ class Utilisation(Callback):
             self._num_quiet -= 1
         elif waiting > WARNING_SHARE:
             self._num_quiet = QUIET_INTERVALS
-            if dist.get_global_rank() == 0:
+            if is_first_rank():
                 busiest = max(usages, key=lambda usage: usage.cpu)
                 cause = explain_waiting(busiest, downloaded, self.loader)
                 log.warning("training waits for data %.0f %% of the time: %s", 100 * waiting, cause)
@@ -379,7 +378,7 @@ class Utilisation(Callback):
 
 def _machine_metrics(usages: list[Usage], gpus: list[tuple[float, float] | None]) -> dict[str, float]:
     """Average over ranks, nodes and GPUs; those of a node are measured by its first rank."""
-    nodes = usages[:: dist.get_local_world_size()]
+    nodes = usages[:: local_world_size()]
     metrics = {
         "utilisation/cpu": statistics.fmean(node.cpu for node in nodes),
         "utilisation/memory": statistics.fmean(node.memory for node in nodes),

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from composer import Callback, Logger, State
-from composer.utils import dist
 
 from diffusion.callbacks.monitoring import CostMeter
 from diffusion.callbacks.saving import SaveCheckpoints
+from diffusion.distributed import is_first_rank
 from diffusion.errors import PreemptedError
 from diffusion.files import write_json
 from diffusion.formats.run_folder import PREEMPTED
@@ -84,7 +84,7 @@ class SaveOnPreemption(Callback):
             os.register_at_fork(after_in_child=functools.partial(_shield, weakref.ref(self)))
             atexit.register(end_workers)
         self._agreement = DelayedMaximum(state.device.tensor_to_device(torch.zeros(1)).device)
-        if dist.get_global_rank() == 0:
+        if is_first_rank():
             self.marker.unlink(missing_ok=True)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -117,7 +117,7 @@ class SaveOnPreemption(Callback):
         if number == _SPENT:
             self.meter.end(step, f"saved {checkpoint}")
         name = signal.Signals(number).name
-        if dist.get_global_rank() == 0:
+        if is_first_rank():
             write_json(self.marker, {"step": step, "signal": name, "checkpoint": str(checkpoint)})
         raise PreemptedError(f"{name} after step {step}: saved {checkpoint}. Start the same command again to continue")
 

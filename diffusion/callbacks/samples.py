@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from composer import Callback, Event, Logger, State
-from composer.utils import create_interval_scheduler, dist
+from composer.utils import create_interval_scheduler
+from composer.utils import dist as composer_dist
 from PIL.PngImagePlugin import PngInfo
 
 from diffusion.config.training import SamplesConfig
+from diffusion.distributed import is_first_rank, rank, world_size
 from diffusion.ema.averaging import reshard
 from diffusion.ema.callbacks import LateStartEMA
 from diffusion.errors import explained_writes
@@ -61,7 +63,7 @@ class SampleGrids(Callback):
         with self.ema.swapped_in(state) if self.ema is not None else contextlib.nullcontext(False) as is_average:
             batch = self._generate()
             reshard(state.model)
-        if dist.get_global_rank() != 0:
+        if not is_first_rank():
             return
         images = to_pil(batch)
         grid = image_grid(images, min(len(images), GRID_COLUMNS))
@@ -87,9 +89,9 @@ class SampleGrids(Callback):
 
     def _generate(self) -> torch.Tensor:
         """Generate the images of all prompts, [P, 3, height, width] on the CPU, in equal shares on the ranks."""
-        prompts, world_size, rank = self.config.prompts, dist.get_world_size(), dist.get_global_rank()
-        share = -(-len(prompts) // world_size)
-        mine = [min(rank * share + i, len(prompts) - 1) for i in range(share)]
+        prompts = self.config.prompts
+        share = -(-len(prompts) // world_size())
+        mine = [min(rank() * share + i, len(prompts) - 1) for i in range(share)]
         images = self.model.generate(
             [prompts[i] for i in mine],
             seed=[self.config.seed + i for i in mine],
@@ -100,7 +102,7 @@ class SampleGrids(Callback):
             progress=False,
         )
         assert isinstance(images, torch.Tensor)
-        if world_size > 1:
+        if world_size() > 1:
             device = next(self.model.network.parameters()).device
-            images = torch.cat([part.cpu() for part in dist.all_gather(images.contiguous().to(device))])
+            images = torch.cat([part.cpu() for part in composer_dist.all_gather(images.contiguous().to(device))])
         return images[: len(prompts)]

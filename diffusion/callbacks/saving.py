@@ -6,14 +6,14 @@ import io
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed
 from composer import Callback, Event, Logger, State
-from composer.utils import create_interval_scheduler, dist, reproducibility
+from composer.utils import create_interval_scheduler, reproducibility
 from torch.distributed.checkpoint.api import CheckpointException
 
 from diffusion.callbacks.guards import LossGuard
@@ -29,7 +29,7 @@ from diffusion.checkpointing.layout import remove_checkpoint, remove_copy, super
 from diffusion.checkpointing.read import load_safely
 from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.checkpointing.save import HostCopy, write_file, write_sharded
-from diffusion.distributed import LONG_TIMEOUT, agree
+from diffusion.distributed import LONG_TIMEOUT, agree, is_first_rank, local_rank, rank
 from diffusion.errors import ConfigurationError, DataError, MachineError, UserError, explained_writes
 from diffusion.formats.run_folder import STALL
 from diffusion.optimizers import AdamW
@@ -162,25 +162,28 @@ class SaveCheckpoints(Callback):
 
     def _write(self, path: Path, content: dict[str, Any], is_sharded: bool) -> None:
         """Write, upload and prune; on all ranks."""
-        is_first = dist.get_global_rank() == 0
         try:
-            agree(lambda: _make_room(path) if is_first else None, group=self._group)
+            self._on_first_rank(lambda: _make_room(path))
             agree(lambda: self._write_files(path, content, is_sharded), group=self._group)
             if self.remote is None or not is_sharded:  # Else each node may have its own ranks' files only.
-                agree(lambda: _check_written(path) if is_first else None, group=self._group)
+                self._on_first_rank(lambda: _check_written(path))
         except MachineError:
-            if is_first or (self.remote is not None and dist.get_local_rank() == 0):
+            if is_first_rank() or (self.remote is not None and local_rank() == 0):
                 _remove(path)
             raise
         if self.remote is not None:
             self._upload(self.remote, path, is_sharded)
-        agree(lambda: self._prune(path) if is_first else None, group=self._group)
+        self._on_first_rank(lambda: self._prune(path))
+
+    def _on_first_rank(self, step: Callable[[], None]) -> None:
+        """Run a step on rank 0, and fail together."""
+        agree(lambda: step() if is_first_rank() else None, group=self._group)
 
     def _write_files(self, path: Path, content: dict[str, Any], is_sharded: bool) -> None:
         try:
             if is_sharded:
                 write_sharded(path, content, self._group)
-            elif dist.get_global_rank() == 0:
+            elif is_first_rank():
                 write_file(path, content)
         except (OSError, RuntimeError, CheckpointException) as error:
             if (cause := _cause(error)) is None:
@@ -192,12 +195,11 @@ class SaveCheckpoints(Callback):
 
     def _upload(self, remote: RemoteCheckpoints, path: Path, is_sharded: bool) -> None:
         """Upload the files of this rank, then the index, and remove the files here."""
-        is_first = dist.get_global_rank() == 0
-        mine = sorted(file.name for file in path.glob(f"__{dist.get_global_rank()}_*")) if is_sharded else []
+        mine = sorted(file.name for file in path.glob(f"__{rank()}_*")) if is_sharded else []
         try:
-            agree(lambda: remote.remove_named(path.name) if is_first else None, group=self._group)
+            self._on_first_rank(lambda: remote.remove_named(path.name))
             agree(lambda: remote.upload_parts(path, mine), group=self._group)
-            agree(lambda: _finish_upload(remote, path) if is_first else None, group=self._group)
+            self._on_first_rank(lambda: _finish_upload(remote, path))
         except UserError as error:  # A bucket that is gone is a DataError.
             failure = MachineError(
                 f"checkpoint {remote.uri_of(path.name)} cannot be written: {error}. Its files are kept in {path}: "
@@ -205,7 +207,7 @@ class SaveCheckpoints(Callback):
             )
             failure.is_agreed = True
             raise failure from error
-        if dist.get_local_rank() == 0:
+        if local_rank() == 0:
             remove_copy(path)
 
     def _prune(self, path: Path) -> None:
@@ -242,14 +244,14 @@ def _make_room(path: Path) -> None:
 
 def _log_failure(written: concurrent.futures.Future[None]) -> None:
     """Log at once why a write in the background failed; the run ends at its next save."""
-    if (error := written.exception()) is not None and dist.get_global_rank() == 0:
+    if (error := written.exception()) is not None and is_first_rank():
         log.error("%s", error)
 
 
 def _take_device() -> None:
     """Let a new thread use this rank's GPU: by default it makes a context on the first one."""
     if torch.cuda.is_available():
-        torch.cuda.set_device(dist.get_local_rank())
+        torch.cuda.set_device(local_rank())
 
 
 def _collect(state: State, is_sharded: bool) -> dict[str, Any]:
@@ -258,7 +260,7 @@ def _collect(state: State, is_sharded: bool) -> dict[str, Any]:
         if isinstance(optimizer, AdamW):
             optimizer.complete_state()
     content = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}
-    if dist.get_global_rank() == 0:
+    if is_first_rank():
         return content
     return {"state": content["state"]} if is_sharded else {}
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import yaml
 from composer import Event, Trainer
-from composer.utils import dist
+from composer.utils import dist as composer_dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -29,13 +29,12 @@ from diffusion.checkpointing.find import (
 from diffusion.checkpointing.layout import batch_of, list_checkpoints, remove_copy
 from diffusion.checkpointing.read import AVERAGES, StoredState, check_safe, read_config, read_index
 from diffusion.checkpointing.remote import RemoteCheckpoint, RemoteCheckpoints
-from diffusion.config.checks import steps_of
 from diffusion.config.documentation import field_types, split_optional
 from diffusion.config.loading import from_dict, to_dict
 from diffusion.config.resumption import Effect, effect_of
 from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import redact
-from diffusion.distributed import agree, local_rank, on_first_rank, rank
+from diffusion.distributed import agree, barrier, is_first_rank, local_rank, on_first_rank
 from diffusion.errors import ConfigurationError, DataError, explained_writes
 from diffusion.files import write_json
 from diffusion.formats.run_folder import (
@@ -68,7 +67,7 @@ class CheckpointStorage:
     @property
     def downloads(self) -> Path:
         """Downloads of this node."""
-        return self.run / DOWNLOADS / f"node-{dist.get_node_rank()}"
+        return self.run / DOWNLOADS / f"node-{composer_dist.get_node_rank()}"
 
     @property
     def kept(self) -> Checkpoints:
@@ -119,7 +118,7 @@ def find_resumption(config: Config, storage: CheckpointStorage) -> str | None:
 
     def check_again() -> None:
         """Check on another node, whose folder may be another one, what rank 0 has read in full."""
-        if local_rank() != 0 or rank() == 0:
+        if local_rank() != 0 or is_first_rank():
             return
         if isinstance(found, Path):
             check_whole(found)
@@ -129,7 +128,7 @@ def find_resumption(config: Config, storage: CheckpointStorage) -> str | None:
             check_checkpoint(storage.fetched(found))
 
     agree(check_again, takes_long=True)
-    if rank() == 0:
+    if is_first_rank():
         log.info("resuming from %s", found)
     return str(found if isinstance(found, Path) else storage.downloads / found.name)
 
@@ -173,7 +172,7 @@ def _find_newest(config: Config, storage: CheckpointStorage) -> Path | RemoteChe
 def remove_downloads(storage: CheckpointStorage) -> None:
     """Remove the downloads of `find_resumption`, when all ranks have loaded them. To be called by all ranks."""
     if storage.remote is not None:
-        dist.barrier()
+        barrier()
         if local_rank() == 0:
             shutil.rmtree(storage.downloads, ignore_errors=True)
 
@@ -303,7 +302,7 @@ def _check_discriminator(config: Config, before: Mapping[str, Any], step: int, n
 def _step_of(config: Config, values: Mapping[str, Any], text: str, key: str) -> int:
     """Return the first step at or after a time, in a run of the length in a configuration's values."""
     run = replace(config, trainer=replace(config.trainer, max_duration=values["trainer"]["max_duration"]))
-    steps = steps_of(run, text, key)
+    steps = run.steps_of(text, key)
     assert steps is not None
     return math.ceil(steps - 1e-6)  # 0.07dur of 100 steps is 7.000000000000001.
 
@@ -396,6 +395,6 @@ def is_finished(run: Path, step: int) -> bool:
 
 def mark_finished(run: Path, step: int) -> None:
     """Record on rank 0 that nothing is left to do after a step; a MachineError if that cannot be written."""
-    if rank() == 0:
+    if is_first_rank():
         with explained_writes(run / FINISHED):
             write_json(run / FINISHED, {"step": step})

@@ -15,7 +15,7 @@ from diffusion.checkpointing.layout import Checkpoint, batch_of
 from diffusion.checkpointing.resume import CheckpointStorage, check_beginning
 from diffusion.config.operations import GuardConfig
 from diffusion.config.schema import Config
-from diffusion.distributed import agree, local_rank, on_first_rank, rank
+from diffusion.distributed import agree, is_first_rank, local_rank, on_first_rank
 from diffusion.errors import UserError
 from diffusion.formats.run_folder import Rollback, read_request, record_rollback
 
@@ -89,7 +89,7 @@ def roll_back(config: Config, storage: CheckpointStorage) -> None:
     keeps_all = config.trainer.keep_checkpoints == -1
     remote, limit = storage.remote, rollback.limit
     # Where checkpoints are uploaded, each node has files of its own.
-    removes = rank() == 0 or (remote is not None and local_rank() == 0)
+    removes = is_first_rank() or (remote is not None and local_rank() == 0)
 
     def remove(checkpoints: Checkpoints, may_begin_anew: bool) -> None:
         for found in _rejected(checkpoints.present(), limit, may_begin_anew):
@@ -99,7 +99,7 @@ def roll_back(config: Config, storage: CheckpointStorage) -> None:
     local = LocalCheckpoints(storage.folder)
     agree(lambda: remove(local, keeps_all or remote is not None) if removes else None, takes_long=True)
     if remote is not None:
-        agree(lambda: remove(remote, keeps_all) if rank() == 0 else None, takes_long=True)
+        agree(lambda: remove(remote, keeps_all) if is_first_rank() else None, takes_long=True)
     on_first_rank(lambda: record_rollback(storage.run, rollback))
 
 

@@ -7,7 +7,6 @@ They take less than a second and need no GPU. Limits of single keys and relation
 import logging
 import math
 import posixpath
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -21,9 +20,7 @@ from diffusion.config.data import (
     legal_world_sizes,
     microbatch_size,
 )
-from diffusion.config.documentation import find_field
-from diffusion.config.fields import CHECK, LocationLimits, parse_time, section_problems
-from diffusion.config.loading import leaves, missing_keys, to_dict
+from diffusion.config.fields import section_problems
 from diffusion.config.model import AttentionBackend, Compilation, PredictionType
 from diffusion.config.schema import Config, Task
 from diffusion.config.secrets import redact
@@ -32,40 +29,8 @@ from diffusion.errors import ConfigurationError, MachineError, raise_all
 
 log = logging.getLogger(__name__)
 
-_OF_A_MACHINE = re.compile(
-    r"output_folder|operations\.heartbeat_folder|data\.(num_workers|prefetch_factor|predownload|cache_limit|download_.*)"
-    r"|(data|validation)\.streams\.\d+\.(endpoint_url|profile)|loggers\.prometheus(\..*)?"
-)
-"""Keys that may differ between machines, beside locations: the results do not depend on them."""
-
 MIN_SIDES = {"adversarial_weight": 24, "perceptual_weight": 16}
 """Side in pixels of the smallest images that the VAE's discriminator takes; LPIPS takes 16."""
-
-
-def is_location(key: str) -> bool:
-    """Return whether a key is the location of data or weights, which a dry run does not need."""
-    field, _ = find_field(Config, key)
-    return field is not None and isinstance(field.metadata.get(CHECK), LocationLimits)
-
-
-def missing_locations(config: Config) -> dict[str, str]:
-    """Locations that are still `???`, and their meanings."""
-    return {key: doc for key, doc in missing_keys(config).items() if is_location(key)}
-
-
-def weight_locations(config: Config) -> dict[str, str]:
-    """Locations of the weights that a run reads at its start, by key; also hub names."""
-    named = {key: value for key, value in leaves(to_dict(config)) if is_location(key) and value not in (None, MISSING)}
-    return {key: value for key, value in named.items() if not key.startswith(("data.", "validation."))}
-
-
-def common_settings(config: Config) -> dict[str, str]:
-    """Return the values that all ranks have in common, as text by key: all but what may be a machine's own."""
-    return {
-        key: repr(value)
-        for key, value in leaves(to_dict(config))
-        if not is_location(key) and not _OF_A_MACHINE.fullmatch(key)
-    }
 
 
 def check_common_settings(own: Mapping[str, str], first: Mapping[str, str]) -> None:
@@ -76,28 +41,6 @@ def check_common_settings(own: Mapping[str, str], first: Mapping[str, str]) -> N
             f"the configuration differs from that of rank 0 in {', '.join(differing)}. Start the same command with the "
             "same files and environment on all machines"
         )
-
-
-def planned_steps(config: Config) -> int:
-    """Length of the run in optimizer steps; a ConfigurationError if `trainer.max_duration` is not in batches."""
-    time = parse_time(config.trainer.max_duration, "trainer.max_duration")
-    if time.unit != "ba":
-        raise ConfigurationError(
-            f"trainer.max_duration is '{config.trainer.max_duration}', but must be in batches (ba)."
-        )
-    return int(time.value)
-
-
-def steps_of(config: Config, text: str, key: str) -> float | None:
-    """Convert a time of the configuration to optimizer steps; None where that takes the length of an epoch."""
-    batch_size = config.data.global_batch_size
-    return parse_time(text, key).in_steps(num_steps=planned_steps(config), global_batch_size=batch_size)
-
-
-def interval_of(config: Config, text: str, key: str) -> str:
-    """Write an interval for Composer, which would round a share of the run up where its product is inexact."""
-    steps = steps_of(config, text, key)
-    return text if steps is None or not text.lower().endswith("dur") else f"{math.ceil(steps)}ba"
 
 
 def check(
@@ -283,15 +226,15 @@ def _pixels(config: Config) -> Iterator[str]:
 
 
 def _times(config: Config) -> Iterator[str]:
-    total = planned_steps(config)
+    total = config.planned_steps()
     duration = f"trainer.max_duration is '{config.trainer.max_duration}'"
-    warmup = steps_of(config, config.schedule.warmup, "schedule.warmup")
+    warmup = config.steps_of(config.schedule.warmup, "schedule.warmup")
     if warmup is not None and warmup > total:
         yield (
             f"schedule.warmup is '{config.schedule.warmup}', longer than the run ({duration}). Shorten it, as in "
             "schedule.warmup=0.1dur."
         )
-    cooldown = steps_of(config, config.schedule.cooldown, "schedule.cooldown")
+    cooldown = config.steps_of(config.schedule.cooldown, "schedule.cooldown")
     if config.schedule.decay is Decay.wsd and (warmup or 0) + (cooldown or 0) > total:
         yield (
             f"schedule.warmup '{config.schedule.warmup}' and schedule.cooldown '{config.schedule.cooldown}' are longer "
@@ -299,7 +242,7 @@ def _times(config: Config) -> Iterator[str]:
         )
     if (ema := config.algorithms.ema) is None:
         return
-    start = steps_of(config, ema.start, "algorithms.ema.start")
+    start = config.steps_of(ema.start, "algorithms.ema.start")
     if start is not None and start >= total:
         yield (
             f"algorithms.ema.start is '{ema.start}', at or after the end of the run ({duration}). Start it earlier, or "
@@ -404,13 +347,6 @@ def _near_multiples(number: int, factor: int) -> str:
     return " or ".join(str(n) for n in (below, below + factor) if n > 0)
 
 
-def resolve_device(device: Device, num_gpus: int) -> Device:
-    """Resolve `auto` on a machine with a number of GPUs."""
-    if device is not Device.auto:
-        return device
-    return Device.gpu if num_gpus else Device.cpu
-
-
 def check_device(config: Config, *, num_gpus: int, bf16_supported: bool, local_world_size: int = 1) -> None:
     """Raise a MachineError with all problems if this machine, with its GPUs and ranks, cannot run a configuration."""
     raise_all(MachineError, list(_device_problems(config, num_gpus, bf16_supported, local_world_size)))
@@ -418,7 +354,7 @@ def check_device(config: Config, *, num_gpus: int, bf16_supported: bool, local_w
 
 def _device_problems(config: Config, num_gpus: int, bf16_supported: bool, local_world_size: int) -> Iterator[str]:
     trainer = config.trainer
-    if resolve_device(trainer.device, num_gpus) is not Device.gpu:
+    if trainer.device.resolve(num_gpus) is not Device.gpu:
         if trainer.precision is not Precision.fp32:
             why = ", and no GPU is visible" if trainer.device is Device.auto else ""
             yield (

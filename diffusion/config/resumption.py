@@ -3,7 +3,7 @@
 import re
 from enum import Enum
 
-from diffusion.config.checks import is_location
+from diffusion.config.locations import is_location
 from diffusion.config.schema import Task
 
 

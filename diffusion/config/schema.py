@@ -6,13 +6,14 @@ overrides are merged into (`diffusion.config.loading`). A field without a sensib
 `0.94dur` a fraction of the run.
 """
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
 from omegaconf import MISSING
 
 from diffusion.config.data import DataConfig, ValidationConfig
-from diffusion.config.fields import MAX_SEED, bounded
+from diffusion.config.fields import MAX_SEED, bounded, parse_time
 from diffusion.config.model import AutoencoderConfig, InitFromConfig, ModelConfig, ObjectiveConfig, PerformanceConfig
 from diffusion.config.operations import OperationsConfig, PlanConfig
 from diffusion.config.training import (
@@ -26,6 +27,7 @@ from diffusion.config.training import (
     ScheduleConfig,
     TrainerConfig,
 )
+from diffusion.errors import ConfigurationError
 
 
 class Task(str, Enum):
@@ -72,6 +74,23 @@ class Config:
     plugins: PluginsConfig = field(default_factory=PluginsConfig)
     operations: OperationsConfig = field(default_factory=OperationsConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+
+    def planned_steps(self) -> int:
+        """Length of the run in optimizer steps; a ConfigurationError if `trainer.max_duration` is not in batches."""
+        duration, key = self.trainer.max_duration, "trainer.max_duration"
+        if (time := parse_time(duration, key)).unit != "ba":
+            raise ConfigurationError(f"{key} is '{duration}', but must be in batches (ba).")
+        return int(time.value)
+
+    def steps_of(self, text: str, key: str) -> float | None:
+        """Convert a time of a key to optimizer steps; None where that takes the length of an epoch."""
+        time, batch_size = parse_time(text, key), self.data.global_batch_size
+        return time.in_steps(num_steps=self.planned_steps(), global_batch_size=batch_size)
+
+    def interval_of(self, text: str, key: str) -> str:
+        """Write an interval for Composer, which would round a share of the run up where its product is inexact."""
+        steps = self.steps_of(text, key)
+        return text if steps is None or not text.lower().endswith("dur") else f"{math.ceil(steps)}ba"
 
     @property
     def accumulates_locally(self) -> bool:

@@ -69,6 +69,12 @@ class Device(str, Enum):
     cpu = "cpu"
     gpu = "gpu"
 
+    def resolve(self, num_gpus: int) -> "Device":
+        """Resolve `auto` on a machine with a number of GPUs."""
+        if self is not Device.auto:
+            return self
+        return Device.gpu if num_gpus else Device.cpu
+
 
 @dataclass(kw_only=True)
 class OptimizerConfig:

@@ -38,7 +38,7 @@ def read_bad_images(path: Path) -> list[BadImage]:
     return [BadImage(**row) for row in read_json_lines(path) if row is not None]
 
 
-def max_bad(num_images: float) -> float:
+def max_bad(num_images: int) -> float:
     """Return how many of some images may be bad: ten, or a thousandth."""
     return max(MAX_BAD_IMAGES, MAX_BAD_FRACTION * num_images)
 
@@ -57,12 +57,12 @@ class BadImages:
     """Counts over the loader workers of a rank, in memory that they share, and keeps what they met.
 
     The job's count is made of these by `callbacks.guards`. A worker ends the run by itself only where the
-    images of its rank alone are too many for the whole job, whose ranks read equally many samples; of infinitely many
-    ranks none does.
+    images of its rank alone are too many for the whole job, whose ranks read equally many samples; never if they are
+    not limited.
     """
 
-    def __init__(self, num_ranks: float = 1) -> None:
-        self._num_ranks = num_ranks
+    def __init__(self, num_ranks: int = 1, *, is_limited: bool = True) -> None:
+        self._num_ranks, self._is_limited = num_ranks, is_limited
         self._num_read = multiprocessing.Value("q", 0)
         self._lock = multiprocessing.Lock()
         self._records = tempfile.TemporaryFile("ab+", buffering=0)  # noqa: SIM115 - open as long as this object
@@ -83,7 +83,7 @@ class BadImages:
 
     def continue_from(self, num_read: int) -> None:
         """Count the samples that the job has read before this start."""
-        self._num_read.value = int(num_read // self._num_ranks)
+        self._num_read.value = num_read // self._num_ranks
 
     def count_read(self) -> None:
         """Count a sample."""
@@ -99,7 +99,7 @@ class BadImages:
             os.write(self._records.fileno(), json.dumps(asdict(image)).encode() + b"\n")
         num_read = self.num_read
         logger.warning("%s; another image takes its place (%d of %d so far)", image, num_bad, num_read)
-        if num_bad > max_bad(num_read * self._num_ranks):
+        if self._is_limited and num_bad > max_bad(num_read * self._num_ranks):
             check_bad_images(num_bad, num_read, str(image))
 
     def take(self) -> list[BadImage]:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from diffusion.checkpointing.save import local_shard
 from diffusion.config.training import MAX_WIDTH
+from diffusion.distributed import is_first_rank
 from diffusion.errors import ConfigurationError
 
 # Profiles
@@ -100,9 +100,8 @@ def gather_on_rank_0(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = 
 
     To be called by all ranks. On devices and on other ranks, one tensor at a time is whole.
     """
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
     whole = ((name, full_tensor(tensor)) for name, tensor in tensors.items())
-    return {name: tensor.to("cpu", dtype) for name, tensor in whole if is_first}
+    return {name: tensor.to("cpu", dtype) for name, tensor in whole if is_first_rank()}
 
 
 def reshard(model: nn.Module) -> None:

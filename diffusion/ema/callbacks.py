@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from diffusion.checkpointing.read import SafeLoadPlanner, SafeReader, StoredState
 from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.config.training import EMAConfig, NumberFormat
-from diffusion.distributed import agree, rank
+from diffusion.distributed import agree, is_first_rank
 from diffusion.ema.averaging import (
     Exponential,
     PowerFunction,
@@ -220,7 +220,7 @@ class AverageSnapshots(Callback):
     def fit_start(self, state: State, logger: Logger) -> None:
         """Remove the files of later steps, and upload those that an earlier start has written, but not uploaded."""
         step = state.timestamp.batch.value
-        agree(lambda: self._continue_from(step) if rank() == 0 else None, takes_long=True)
+        agree(lambda: self._continue_from(step) if is_first_rank() else None, takes_long=True)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Store at the interval."""
@@ -244,7 +244,7 @@ class AverageSnapshots(Callback):
             agree(lambda record=record, tensors=tensors: self._store(record, tensors), takes_long=True)
 
     def _store(self, record: AverageRecord, tensors: dict[str, Tensor]) -> None:
-        if rank() == 0:
+        if is_first_rank():
             path = write_average(self.folder, record, tensors)
             if self.remote is not None:
                 self.remote.upload_later(path, f"{AVERAGES}/{path.name}")

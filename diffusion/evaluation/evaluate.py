@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from diffusion import storage
-from diffusion.config.checks import resolve_device
 from diffusion.config.training import Device
 from diffusion.distributed import (
     agree,
@@ -273,7 +272,7 @@ def open_suites(config: ProtocolConfig, device: torch.device) -> list[Suite[Any]
 def rank_device(device: Device) -> torch.device:
     """Device of this rank; a MachineError if the machine has fewer GPUs than ranks."""
     num_gpus = torch.cuda.device_count()
-    if resolve_device(device, num_gpus) is Device.cpu:
+    if device.resolve(num_gpus) is Device.cpu:
         return torch.device("cpu")
     if num_gpus < local_world_size():
         raise MachineError(f"{local_world_size()} ranks on this machine, but {num_gpus} GPUs: start one rank per GPU")

@@ -26,7 +26,6 @@ from diffusion.callbacks.loggers import starting_wandb
 from diffusion.checkpointing.find import find_damage
 from diffusion.checkpointing.layout import CHECKPOINT_INDEX, batch_of, list_checkpoints, remove_copy
 from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoints
-from diffusion.config.checks import planned_steps
 from diffusion.config.schema import Config
 from diffusion.distributed import barrier, is_first_rank, on_first_rank, start_process_group
 from diffusion.errors import DataError, MachineError, explained_writes
@@ -311,7 +310,7 @@ class WatchedRun:
             run=self.uri,
             step=step,
             skipped=skipped,
-            is_last=config is not None and step >= planned_steps(config),
+            is_last=config is not None and step >= config.planned_steps(),
             host=socket.gethostname(),
             pid=os.getpid(),
             run_name=config and config.run_name,

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from diffusion import storage
-from diffusion.distributed import USER_ERROR_EXIT_CODE, agree, broadcast, local_rank, rank
+from diffusion.distributed import USER_ERROR_EXIT_CODE, agree, broadcast, is_first_rank, local_rank
 from diffusion.errors import BusyError, MachineError, UserError, explained_writes
 from diffusion.files import unique_partial
 from diffusion.formats.run_folder import LEASE
@@ -315,7 +315,7 @@ def leased(folder: Path | str, access: Access | None = None, *, is_shared: bool 
         "End that one (SIGTERM saves it) or wait for its end; or set another run_name, output_folder or "
         "trainer.checkpoint_folder"
     )
-    own = agree(lambda: await_lease(applicant, activity, remedy) if rank() == 0 else None, takes_long=True)
+    own = agree(lambda: await_lease(applicant, activity, remedy) if is_first_rank() else None, takes_long=True)
     holder = broadcast(own and own.holder)
     assert holder is not None
     found = own or Lease(applicant.record, holder, is_own=False)
@@ -339,7 +339,7 @@ def leased_checkpoints(location: str | None, *, timeout: float) -> Iterator[None
         return
     folder = location if storage.is_url(location) else Path(location).expanduser()
     access = Access(seconds=min(timeout, FIRST_CONTACT))
-    with leased(folder, access) as lease, renewed(lease) if rank() == 0 else nullcontext():
+    with leased(folder, access) as lease, renewed(lease) if is_first_rank() else nullcontext():
         yield
 
 

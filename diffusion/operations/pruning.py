@@ -5,7 +5,6 @@ from pathlib import Path
 from diffusion.checkpointing.find import checkpoints_at, is_complete, read_damaged
 from diffusion.checkpointing.layout import superseded
 from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoint
-from diffusion.config.checks import steps_of
 from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.formats.run_folder import LEASE, is_run, read_request
@@ -60,7 +59,7 @@ def find_superseded(run: Path, config: Config, num_kept: int | None) -> list[Pat
         raise MachineError(f"a rollback to step {rollback.limit} or before is pending: start the run first")
     every = None
     if settings.keep_every is not None:
-        every = steps_of(config, settings.keep_every, "trainer.keep_every")
+        every = config.steps_of(settings.keep_every, "trainer.keep_every")
     present = checkpoints_at(location, timeout=READ_TIMEOUT).present()
     complete = {one.name for one in present if is_complete(one)}
     whole = complete - read_damaged(location)

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from jinja2 import Environment, StrictUndefined
 
 from diffusion.checkpointing.read import read_identities
-from diffusion.config.checks import weight_locations
+from diffusion.config.locations import weight_locations
 from diffusion.config.schema import Config
 from diffusion.config.secrets import redact
 from diffusion.datasets.provenance import Exposure, licence_of

@@ -9,7 +9,6 @@ import numpy as np
 from omegaconf import MISSING
 
 from diffusion import storage
-from diffusion.config.checks import planned_steps
 from diffusion.config.data import StreamConfig
 from diffusion.config.schema import Config
 from diffusion.datasets.sample_order import GlobalOrder, order_settings, stream_shapes
@@ -43,7 +42,7 @@ def plan_amounts(config: Config, *, world_size: int = 1) -> Amounts:
 
     `plan.num_gpus` replaces the world size.
     """
-    num_iterations, num_ranks = planned_steps(config), config.plan.num_gpus or world_size
+    num_iterations, num_ranks = config.planned_steps(), config.plan.num_gpus or world_size
     num_images = num_iterations * config.data.global_batch_size
     throughput, price = config.plan.images_per_second, config.plan.price_per_gpu_hour
     days = num_images / throughput / SECONDS_PER_DAY if throughput else None

@@ -1,11 +1,9 @@
 """Data and checkpoints of a run: bytes in the store, on the disk of a node and in its memory."""
 
-import functools
 import math
 from dataclasses import dataclass
 
 from diffusion.checkpointing.layout import kept_steps
-from diffusion.config.checks import planned_steps, steps_of
 from diffusion.config.data import ImageSize, Representation
 from diffusion.config.fields import parse_size
 from diffusion.config.model import Posterior
@@ -130,24 +128,24 @@ class CheckpointPlan:
 
 def plan_checkpoints(config: Config, counts: ParameterCounts) -> CheckpointPlan:
     """Compute the bytes of the checkpoints that stay: weights, moments of those that are trained, started averages."""
-    ema, trainer, total = config.algorithms.ema, config.trainer, planned_steps(config)
-    steps = functools.partial(steps_of, config)
+    ema, trainer, total = config.algorithms.ema, config.trainer, config.planned_steps()
     state = (counts.fixed + counts.trained) * WEIGHT_BYTES + moment_bytes(config, counts.trained, counts.matrices)
     averages = counts.trained * average_bytes(config)
-    interval = steps(trainer.save_interval, "trainer.save_interval")
-    start = steps(ema.start, "algorithms.ema.start") if ema is not None else math.inf
+    interval = config.steps_of(trainer.save_interval, "trainer.save_interval")
+    start = config.steps_of(ema.start, "algorithms.ema.start") if ema is not None else math.inf
     kept = None
     if interval is not None and start is not None:
         interval = max(interval, 1)
         saved = [min(number * interval, total) for number in range(1, math.ceil(total / interval) + 1)]
         if trainer.keep_checkpoints != -1:
-            every = steps(trainer.keep_every, "trainer.keep_every") if trainer.keep_every is not None else None
+            keep_every = trainer.keep_every
+            every = None if keep_every is None else config.steps_of(keep_every, "trainer.keep_every")
             saved = kept_steps(saved, newest=trainer.keep_checkpoints, every=every)
         kept = [state + (averages if step >= start else 0) for step in saved]
     num_files: int | None = 0
     power = ema.power if ema is not None else None
     if power is not None:
-        every = steps(power.snapshot_interval, "algorithms.ema.power.snapshot_interval")
+        every = config.steps_of(power.snapshot_interval, "algorithms.ema.power.snapshot_interval")
         num_files = None
         if start is not None and every is not None:
             ends = {*range(0, total + 1, int(every)), total}

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import cloudpickle
 from tqdm import tqdm
 
-from diffusion.distributed import rank
+from diffusion.distributed import is_first_rank
 from diffusion.errors import ConfigurationError, MachineError, first_line
 from diffusion.preparation.config import Engine, RayConfig
 
@@ -74,7 +74,7 @@ def progress_bar(name: str, total: int | None, *, unit: str = " images", initial
     """Make a bar on stderr; in a log it is a line every 30 s."""
     interval = 0.2 if sys.stderr.isatty() else 30.0
     return tqdm(desc=name, total=total, initial=initial, unit=unit, mininterval=interval,
-                disable=not shown or rank() != 0)  # fmt: skip
+                disable=not shown or not is_first_rank())  # fmt: skip
 
 
 def run(

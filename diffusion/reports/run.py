@@ -10,7 +10,6 @@ from typing import Any
 
 import pandas as pd
 
-from diffusion.config.checks import planned_steps
 from diffusion.config.loading import dump, from_dict, read_yaml, to_dict
 from diffusion.config.schema import Config
 from diffusion.config.secrets import redact
@@ -229,7 +228,7 @@ def read_run(folder: Path, first_step: int = 0) -> Run:
     last_written = _date(metrics.stat().st_mtime) if metrics.is_file() else None
     starts = read_starts(read_json_lines(folder / STARTS), last_written)
     num_steps = _num_steps(curves, starts)
-    num_planned = planned_steps(config) if config is not None else None
+    num_planned = config.planned_steps() if config is not None else None
     return Run(
         folder=folder,
         name=str(values.get("run_name") or folder.resolve().name),

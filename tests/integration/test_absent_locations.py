@@ -5,9 +5,9 @@ import time
 import pytest
 
 from diffusion.cli import train_command
-from diffusion.config.checks import is_location
 from diffusion.config.documentation import schema_keys
 from diffusion.config.loading import load_config
+from diffusion.config.locations import is_location
 from diffusion.config.resumption import is_used
 from diffusion.config.schema import Config, Task
 from diffusion.errors import ConfigurationError

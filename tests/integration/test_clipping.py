@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from diffusion.callbacks.step import GRADIENT_NORM, ClipGradients
+from diffusion.callbacks.clipping import GRADIENT_NORM, ClipGradients
 
 
 def clip(gradients: list[torch.Tensor | None], max_norm: float) -> tuple[list[torch.Tensor | None], list[float]]:

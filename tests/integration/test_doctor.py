@@ -108,8 +108,8 @@ def test_ranks_have_time_to_find_each_other_with_a_short_timeout(monkeypatch, tm
     def join(device: str, timeout: float) -> None:
         raise TimeoutError(f"{device}, {timeout} s")
 
-    monkeypatch.setattr(doctor.dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(doctor.dist, "initialize_dist", join)
+    monkeypatch.setattr(doctor, "has_process_group", lambda: False)
+    monkeypatch.setattr(doctor.composer_dist, "initialize_dist", join)
     with pytest.raises(TimeoutError, match=f"cpu, {seconds} s"):
         doctor.diagnose(
             load_config("tests/tools/toy.yaml", ["data.global_batch_size=6", f"output_folder={tmp_path}"]), timeout

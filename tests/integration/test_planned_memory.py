@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from diffusion.config.checks import is_location
 from diffusion.config.loading import load_config
+from diffusion.config.locations import is_location
 from diffusion.planning.memory import ParameterCounts, parameter_counts, plan_memory
 
 pytestmark = pytest.mark.slow
@@ -20,7 +20,7 @@ from composer.core.state import _create_device_mesh
 from composer.devices import DeviceCPU
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from diffusion.sharding import fsdp_config
-from diffusion.config.checks import is_location
+from diffusion.config.locations import is_location
 from diffusion.config.loading import load_config
 from tests.tools.rank_memory import count_rank_memory
 

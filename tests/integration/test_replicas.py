@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from diffusion.callbacks.step import GRADIENT_NORM
+from diffusion.callbacks.clipping import GRADIENT_NORM
 from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 
 pytestmark = [pytest.mark.slow, pytest.mark.world_size(4)]

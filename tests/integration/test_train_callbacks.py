@@ -10,8 +10,8 @@ from composer import Callback
 from torch import nn
 
 from diffusion.callbacks import build_callbacks
+from diffusion.callbacks.collectives import AccumulateLocally, CollectiveTimeout
 from diffusion.callbacks.samples import SampleGrids
-from diffusion.callbacks.step import AccumulateLocally, CollectiveTimeout
 from diffusion.checkpointing.resume import checkpoint_storage
 from diffusion.composer_models import LatentDiffusionTraining
 from diffusion.config.data import Mixing

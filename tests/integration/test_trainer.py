@@ -9,7 +9,7 @@ from composer import Callback, Logger, State, Trainer
 from composer.utils import dist
 
 from diffusion import train as training
-from diffusion.callbacks.step import GRADIENT_NORM
+from diffusion.callbacks.clipping import GRADIENT_NORM
 from diffusion.config.loading import load_config
 from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 from diffusion.trainer import HostTrainer

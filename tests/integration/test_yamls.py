@@ -10,9 +10,9 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusion.callbacks.autoencoder import statistics_images
 from diffusion.checkpointing.find import find_checkpoints
 from diffusion.cli import train_command
-from diffusion.config.checks import is_location
 from diffusion.config.data import Mixing, Representation
 from diffusion.config.loading import load_config
+from diffusion.config.locations import is_location
 from diffusion.config.model import Architecture, InitFromConfig, Posterior, TextEncoderConfig, Weights
 from diffusion.config.training import Precision
 from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from composer.utils import dist
+from composer.utils import dist as composer_dist
 from torch.distributed import (
     DistNetworkError,
     DistStoreError,
@@ -24,10 +24,20 @@ from torch.distributed import (
 )
 
 from diffusion.config.checks import check as check_config
-from diffusion.config.checks import check_device, common_settings, resolve_device
+from diffusion.config.checks import check_device
+from diffusion.config.locations import common_settings
 from diffusion.config.schema import Config
 from diffusion.config.training import Device
-from diffusion.distributed import local_rank, local_world_size, rank, world_size
+from diffusion.distributed import (
+    all_gather,
+    barrier,
+    has_process_group,
+    is_first_rank,
+    local_rank,
+    local_world_size,
+    rank,
+    world_size,
+)
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.launch import package_versions
 from diffusion.models.architectures import image_side_factor, num_text_tokens
@@ -64,11 +74,12 @@ def diagnose(config: Config, timeout: float = 120.0, *, deep: bool = False) -> l
         config, world_size=world_size(), side_factor=image_side_factor(config), num_text_tokens=num_text_tokens(model)
     )
     num_gpus = torch.cuda.device_count()
-    device = resolve_device(config.trainer.device, num_gpus) if num_gpus else Device.cpu
+    device = config.trainer.device.resolve(num_gpus) if num_gpus else Device.cpu
     verdicts = []
     if world_size() > 1:
-        if not dist.is_initialized():
-            dist.initialize_dist(device.value, timeout=timeouts.HASHING if deep else max(2 * timeout, timeouts.JOINING))
+        if not has_process_group():
+            limit = timeouts.HASHING if deep else max(2 * timeout, timeouts.JOINING)
+            composer_dist.initialize_dist(device.value, timeout=limit)
             _store().set(f"doctor/host/{rank()}", socket.gethostname())
         of_rank = torch.device("cuda", torch.cuda.current_device()) if device is Device.gpu else torch.device("cpu")
         verdicts += compare_nodes(measure_nodes(of_rank, timeout))  # This names ranks that do not answer.
@@ -76,7 +87,7 @@ def diagnose(config: Config, timeout: float = 120.0, *, deep: bool = False) -> l
     if config.plugins.train_dataset is None:
         verdicts += on_each_machine(lambda: check_data(config, deep=deep))
     if world_size() > 1:
-        verdicts += check_equality(dist.all_gather_object(probe_rank(config)))
+        verdicts += check_equality(all_gather(probe_rank(config)))
     return verdicts
 
 
@@ -109,7 +120,7 @@ def await_ranks(name: str, timeout: float) -> None:
     """
     store, prefix = _store(), f"doctor/{name}"
     store.set(f"{prefix}/{rank()}", "")
-    if rank() == 0:
+    if is_first_rank():
         deadline = time.monotonic() + timeout
         silent = [number for number in range(world_size()) if not _arrives(store, f"{prefix}/{number}", deadline)]
         store.set(f"{prefix}/silent", ",".join(map(str, silent)))
@@ -157,7 +168,7 @@ def measure_nodes(device: torch.device, timeout: float) -> list[NodeSpeed]:
         copied=speed.copy_bytes_per_second,
         link=_measure_link(device),
     )
-    rows: list[NodeSpeed] = dist.all_gather_object(own)
+    rows: list[NodeSpeed] = all_gather(own)
     return [_slowest(rows[first : first + per_node]) for first in range(0, len(rows), per_node)]
 
 
@@ -176,7 +187,7 @@ def _measure_link(device: torch.device) -> float | None:
     node = rank() // per_node
     for _ in range(NUM_LINK_ROUNDS):
         for pairs in pairings(world_size() // per_node):
-            dist.barrier()
+            barrier()
             partner = next((a + b - node for a, b in pairs if node in (a, b)), None)
             if partner is not None and local_rank() == 0:
                 best = max(best or 0.0, _exchange(device, partner * per_node))

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from diffusion.config.checks import resolve_device
 from diffusion.config.fields import size_text
 from diffusion.config.loading import load_config
 from diffusion.config.schema import Config
@@ -178,7 +177,7 @@ def check_this_node(config: Config) -> tuple[NodeSpeed, list[Verdict]]:
     """
     host, num_gpus = socket.gethostname(), torch.cuda.device_count()
     verdicts = [check_output_folder(checkpoint_folder(config))]
-    if resolve_device(config.trainer.device, num_gpus) is not Device.gpu:
+    if config.trainer.device.resolve(num_gpus) is not Device.gpu:
         return NodeSpeed(name=host, host=host, num_gpus=0), verdicts
     verdicts += check_gpu_errors()
     speeds = [measure_device(torch.device("cuda", number)) for number in range(num_gpus)]

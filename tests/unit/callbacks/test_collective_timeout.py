@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from diffusion.callbacks.step import CollectiveTimeout
+from diffusion.callbacks.collectives import CollectiveTimeout
 
 
 @pytest.fixture

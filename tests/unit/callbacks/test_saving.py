@@ -8,7 +8,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from composer.utils import dist
 
 from diffusion.callbacks.saving import SaveCheckpoints
 from diffusion.errors import ConfigurationError, DataError, MachineError
@@ -18,7 +17,7 @@ def test_the_thread_uses_the_gpu_of_its_rank(monkeypatch, tmp_path):
     devices = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: devices.append((threading.get_ident(), device)))
-    monkeypatch.setattr(dist, "get_local_rank", lambda: 3)
+    monkeypatch.setenv("LOCAL_RANK", "3")
     saver = SaveCheckpoints(tmp_path, "1ba", background=True)
     assert saver._pool is not None
     thread = saver._pool.submit(threading.get_ident).result()

@@ -2,15 +2,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from diffusion.config.checks import (
-    check,
-    check_device,
-    interval_of,
-    is_location,
-    missing_locations,
-    planned_steps,
-    resolve_device,
-)
+from diffusion.config.checks import check, check_device
 from diffusion.config.data import (
     DataConfig,
     ImageSize,
@@ -23,6 +15,7 @@ from diffusion.config.data import (
     microbatch_size,
 )
 from diffusion.config.loading import dump, load, to_dict
+from diffusion.config.locations import is_location, missing_locations
 from diffusion.config.model import ModelConfig
 from diffusion.config.schema import Config
 from diffusion.config.training import Device, TrainerConfig
@@ -389,7 +382,7 @@ def test_ranks_need_not_divide_the_canonical_nodes(configuration, world_size):
 
 
 def test_length_of_a_run(configuration):
-    assert planned_steps(configuration("trainer.max_duration=12BA")) == 12
+    assert configuration("trainer.max_duration=12BA").planned_steps() == 12
 
 
 @pytest.mark.parametrize(
@@ -414,7 +407,7 @@ def test_the_microbatch_is_the_largest_divisor_up_to_the_limit(mixing, group, li
 def test_intervals_of_composer_are_whole_steps(configuration):
     config = configuration("trainer.max_duration=100ba")
     shares = {"0.14dur": "14ba", "0.145DUR": "15ba", "0.0001dur": "1ba", "3ba": "3ba", "12sp": "12sp", "2ep": "2ep"}
-    assert {text: interval_of(config, text, "k") for text in shares} == shares
+    assert {text: config.interval_of(text, "k") for text in shares} == shares
 
 
 def test_legal_world_sizes():
@@ -470,7 +463,7 @@ def test_what_the_machine_can_do(configuration):
     check_device(configuration("trainer.precision=fp32"), num_gpus=0, bf16_supported=False, local_world_size=2)
     check_device(configuration("trainer.precision=amp_fp16"), num_gpus=1, bf16_supported=False)
     check_device(configuration(), num_gpus=8, bf16_supported=True, local_world_size=8)
-    assert [resolve_device(Device.auto, 1), resolve_device(Device.auto, 0)] == [Device.gpu, Device.cpu]
+    assert [Device.auto.resolve(1), Device.auto.resolve(0)] == [Device.gpu, Device.cpu]
 
 
 def test_a_dry_run_needs_no_locations(configuration):

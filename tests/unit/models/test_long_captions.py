@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion.callbacks.step import CountChunks
+from diffusion.callbacks.batch import CountChunks
 from diffusion.config.ingredients import TextAdapterConfig
 from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, TextEncoderConfig
 from diffusion.datasets.batch import BatchKey, split_batch

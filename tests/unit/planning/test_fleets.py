@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from diffusion.config.checks import is_location
 from diffusion.config.loading import load_config
+from diffusion.config.locations import is_location
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.errors import ConfigurationError
 from diffusion.planning.fleets import (

@@ -20,10 +20,10 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.nn.parallel import DistributedDataParallel
 
-from diffusion.callbacks.step import AccumulateLocally
-from diffusion.config.checks import is_location
+from diffusion.callbacks.collectives import AccumulateLocally
 from diffusion.config.data import image_sizes
 from diffusion.config.loading import load_config
+from diffusion.config.locations import is_location
 from diffusion.config.model import AttentionBackend, Compilation, PerformanceConfig
 from diffusion.config.training import Device, TrainerConfig
 from diffusion.config.training import Precision as TrainPrecision

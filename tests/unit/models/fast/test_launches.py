@@ -10,7 +10,7 @@ from composer.core import Precision
 from torch import Tensor, nn
 
 from diffusion import randomness
-from diffusion.callbacks.step import StepAddress
+from diffusion.callbacks.batch import StepAddress
 from diffusion.config.model import (
     Architecture,
     Compilation,
