@@ -39,7 +39,6 @@ from diffusion.formats.shards import (
     ShardFiles,
     ShardIndex,
     decompress,
-    read_shard_index,
 )
 from diffusion.storage import join, shown
 
@@ -147,18 +146,19 @@ def replace_index(folder: Path, index: bytes) -> None:
     """
     path = folder / INDEX
     try:
-        if path.read_bytes() == index:
+        before = path.read_bytes()
+        if before == index:
             return
         logger.info("%s is replaced by that of the data set, which has changed", path)
         with atomic_path(path, partial=unique_partial(path)) as partial:
             partial.write_bytes(index)
-            with suppress(DataError, ValueError, KeyError, TypeError):  # Damage is reported when it is opened.
-                before, now = (
-                    {file.name: file for shard in read_shard_index(one).shards for file in shard.files}
-                    for one in (path, partial)
+            with suppress(ValueError, KeyError, TypeError):  # Damage is reported when it is opened.
+                old, new = (
+                    {file.name: file for shard in ShardIndex(content).shards for file in shard.files}
+                    for content in (before, index)
                 )
-                for name in before:
-                    if before[name] != now.get(name):
+                for name in old:
+                    if old[name] != new.get(name):
                         _remove(folder, name)
     except OSError as error:
         raise MachineError(
@@ -328,10 +328,13 @@ class StreamShards:
                     "machine can reach it"
                 ) from error
         try:
-            return storage.retry(str(path), lambda: read_shard_index(path))
+            index = ShardIndex(storage.retry(str(path), path.read_bytes))
         except (OSError, ValueError, KeyError, TypeError) as error:
             remedy = _REWRITE if self.remote is None else "Delete it: it is fetched again"
             raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}). {remedy}") from error
+        if index.num_samples == 0:
+            raise DataError(f"{path} holds no samples: take the stream out of the configuration, or write it again")
+        return index
 
     def _remove_leftovers(self) -> None:
         """Remove unfinished copies that killed processes left."""

@@ -15,7 +15,7 @@ from diffusion.config.schema import Config
 from diffusion.datasets.sample_order import GlobalOrder, order_settings, stream_shapes
 from diffusion.datasets.streams import StreamLocation, locate_streams, located_streams
 from diffusion.errors import ConfigurationError, DataError, UserError
-from diffusion.formats.shards import INDEX, read_shards
+from diffusion.formats.shards import INDEX, read_index
 from diffusion.storage import is_url
 
 SECONDS_PER_DAY = 86400
@@ -164,7 +164,7 @@ def _samples_per_shard(location: StreamLocation) -> np.ndarray | None:
     for folder in (location.remote, location.local):
         if folder and not is_url(folder):
             try:
-                return np.array([shard.num_samples for shard in read_shards(Path(folder).expanduser())], np.int64)
+                return read_index(Path(folder).expanduser()).samples_per_shard
             except (OSError, DataError):
                 continue
     return None

@@ -44,8 +44,8 @@ from diffusion.formats.shards import (
     Shard,
     encode_sample,
     encode_shard,
+    read_index,
     read_shard,
-    read_shards,
     shards_with_indices,
     write_index,
 )
@@ -239,7 +239,7 @@ class _Prepared:
         starts = {
             (folder, shard_stem(shard.raw.name)): first
             for folder in (self._manifest.folders if tasks else ())
-            for first, shard, _ in shards_with_indices(read_shards(storage.join(self._uri, folder)))
+            for first, shard, _ in shards_with_indices(read_index(storage.join(self._uri, folder)).shards)
         }
         samples = []
         for task, parts in tasks.items():
@@ -445,7 +445,7 @@ class _Encoded:
         self._uri = uri
         counts = storage.read_json(storage.join(uri, data_set.MANIFEST))["counts"]
         folders = [check_folder(f"{split}/{bucket}") for split, buckets in counts.items() for bucket in buckets]
-        self._shards = {folder: read_shards(storage.join(uri, folder)) for folder in folders}
+        self._shards = {folder: read_index(storage.join(uri, folder)).shards for folder in folders}
 
     def find(self, keys: Mapping[int, str]) -> list[_Sample]:
         """Find samples by the hashes of their keys."""

@@ -51,7 +51,7 @@ from diffusion.formats.shards import (
     ShardFormat,
     encode_sample,
     encode_shard,
-    read_shards,
+    read_index,
     write_index,
 )
 from diffusion.preparation.engine import Workers, progress_bar, run
@@ -443,10 +443,10 @@ def write_indexes(
         DataError: the shards hold another number of samples; nothing was changed.
     """
     folders = finished.folders if finished else []
-    indexes = storage.concurrent_map(lambda folder: read_shards(storage.join(out, folder)), folders)
+    indexes = storage.concurrent_map(lambda folder: read_index(storage.join(out, folder)), folders)
     shards = {
-        folder: [shard for shard in known if task_of(shard.raw.name) < first_task]
-        for folder, known in zip(folders, indexes, strict=True)
+        folder: [shard for shard in index.shards if task_of(shard.raw.name) < first_task]
+        for folder, index in zip(folders, indexes, strict=True)
     }
     later = set[str]()
     tasks = sorted(task for task in part_numbers(storage.join(out, POSITIONS)) if task >= first_task)

@@ -31,7 +31,7 @@ from diffusion.datasets.streams import (
 )
 from diffusion.distributed import agree, broadcast, local_rank, local_world_size, on_first_rank, world_size
 from diffusion.errors import ConfigurationError, DataError, MachineError, UserError
-from diffusion.formats.shards import INDEX, read_index, read_shards
+from diffusion.formats.shards import INDEX, check_sizes, read_index
 from diffusion.models.tokenizers import caption_tokenizer, num_full
 from diffusion.operations.checks.machine import existing
 from diffusion.operations.checks.verdicts import Verdict, log_and_raise, ok, on_each_machine, problem, warning
@@ -301,10 +301,11 @@ def check_files(location: StreamLocation, timeout: float, *, deep: bool) -> None
     if is_url(location.source):
         return
     folder = Path(location.source)
-    read_index(folder)
+    shards = read_index(folder).shards
+    check_sizes(folder, shards)
     if deep:
         damaged = []
-        for shard in tqdm(read_shards(folder), desc=str(folder), unit=" shards"):
+        for shard in tqdm(shards, desc=str(folder), unit=" shards"):
             try:
                 found = shard.stored.find_damage(folder)
             except OSError as error:
