@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 from omegaconf import MISSING
@@ -151,9 +150,7 @@ def absent_streams(config: Config) -> dict[str, str]:
 def _find_problem(stream: StreamLocation) -> str | None:
     """Return why the index of a stream in a store cannot be read, by one attempt; None if it can."""
     try:
-        with TemporaryDirectory() as folder:
-            index, access = storage.join(stream.source, INDEX), replace(stream.access, seconds=0)
-            storage.download(index, Path(folder, INDEX), access=access)
+        storage.fetch(storage.join(stream.source, INDEX), replace(stream.access, seconds=0))
     except UserError as error:
         return str(error)
     return None

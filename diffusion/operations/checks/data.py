@@ -2,7 +2,6 @@
 
 import hashlib
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -319,11 +318,8 @@ def check_files(location: StreamLocation, timeout: float, *, deep: bool) -> None
 
 def read_source_index(location: StreamLocation, *, timeout: float, attempts: int = 1) -> bytes:
     """Read the index of a stream's original; a UserError if it cannot be read."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, INDEX)
-        access = replace(location.access, attempts=attempts, timeout=timeout)
-        storage.download(join(location.source, INDEX), path, access=access)
-        return path.read_bytes()
+    access = replace(location.access, attempts=attempts, timeout=timeout)
+    return storage.fetch(join(location.source, INDEX), access)
 
 
 def index_hashes(config: Config) -> dict[str, str]:
