@@ -50,7 +50,7 @@ from diffusion.formats.shards import (
     write_index,
 )
 from diffusion.preparation.chat_captions import erase_answers
-from diffusion.preparation.layout import part_name, part_numbers, positions_name, read_table, write_table
+from diffusion.preparation.layout import file_numbers, part_name, positions_name, read_table, write_table
 from diffusion.preparation.metadata import key_hash, removal_hash, removed_row
 from diffusion.preparation.output import claim, clear_folders, clear_result
 from diffusion.preparation.positions import (
@@ -212,11 +212,11 @@ class _Prepared:
         self._selections = read_selections(uri, len(self._manifest.generations))
         self._num_tasks = self._selections[-1].stop
         self._tasks = {
-            part: task
+            partition: task
             for selection in self._selections
             for task, windows in enumerate(selection.tasks, start=selection.first_task)
             for window in windows
-            for part in window
+            for partition in window
         }
 
     def reject(self, rows: _Rows, *, erase: bool) -> int:
@@ -242,9 +242,9 @@ class _Prepared:
             for first, shard, _ in shards_with_indices(read_index(storage.join(self._uri, folder)).shards)
         }
         samples = []
-        for task, parts in tasks.items():
+        for task, partitions in tasks.items():
             table = read_table(storage.join(self._uri, data_set.POSITIONS, positions_name(task)))
-            for one in table.filter(pc.field("part").isin(list(parts))).to_pylist():
+            for one in table.filter(pc.field("part").isin(list(partitions))).to_pylist():
                 if row := rows.get((one["part"], one["row"])):
                     folder = f"{one['split']}/{one['bucket']}"
                     index = starts[folder, shard_stem(one["shard"])] + one["index"]
@@ -272,9 +272,9 @@ class _Prepared:
     def _tasks_of(self, rows: _Rows) -> dict[int, set[int]]:
         """Return the partitions with some rows by the task that wrote them."""
         tasks: dict[int, set[int]] = {}
-        for part, _ in rows:
-            if part in self._tasks:
-                tasks.setdefault(self._tasks[part], set()).add(part)
+        for partition, _ in rows:
+            if partition in self._tasks:
+                tasks.setdefault(self._tasks[partition], set()).add(partition)
         return tasks
 
 
@@ -340,9 +340,9 @@ def _hashes_of(rows: _Rows, *, like: Collection[str] = ()) -> set[str]:
 
 def _reject_rows(dataset: str, rows: _Rows, *, erase: bool) -> None:
     """Reject rows of the metadata as removed; erase what they hold, and their scores before."""
-    parts: dict[int, list[int]] = {}
-    for part, row in rows:
-        parts.setdefault(part, []).append(row)
+    rows_of: dict[int, list[int]] = {}
+    for partition, row in rows:
+        rows_of.setdefault(partition, []).append(row)
     if rows:
         clear_folders(dataset, data_set.PACKED)
     # A column may be a link to its folder.
@@ -351,17 +351,17 @@ def _reject_rows(dataset: str, rows: _Rows, *, erase: bool) -> None:
     entries = storage.read_json(storage.join(dataset, data_set.SCAN))["partitions"] if rows else ()
     files = {entry["number"]: entry["file"] for entry in entries}
 
-    def reject(part: int) -> None:
-        uri = storage.join(dataset, data_set.METADATA, part_name(part))
+    def reject(partition: int) -> None:
+        uri = storage.join(dataset, data_set.METADATA, part_name(partition))
         if not erase:
-            _change_rows(uri, parts[part], lambda row: {**row, "reason": Reason.REMOVED.value})
+            _change_rows(uri, rows_of[partition], lambda row: {**row, "reason": Reason.REMOVED.value})
             return
         for column in columns:
-            if storage.exists(of_column := storage.join(scores, column, part_name(part))):
-                _change_rows(of_column, parts[part], dict.fromkeys)
-        _change_rows(uri, parts[part], lambda row: removed_row(row, files[part]))
+            if storage.exists(of_column := storage.join(scores, column, part_name(partition))):
+                _change_rows(of_column, rows_of[partition], dict.fromkeys)
+        _change_rows(uri, rows_of[partition], lambda row: removed_row(row, files[partition]))
 
-    for _ in storage.concurrent_map(reject, parts):
+    for _ in storage.concurrent_map(reject, rows_of):
         pass
 
 
@@ -370,7 +370,7 @@ def _erase_listings(dataset: str) -> None:
     removed = Removed.read(dataset)
     scan = storage.read_json(storage.join(dataset, data_set.SCAN))
     names = {one["number"]: scan["sources"][one["source"]]["name"] for one in scan["partitions"]}
-    for number in part_numbers(storage.join(dataset, data_set.LISTINGS)):
+    for number in file_numbers(storage.join(dataset, data_set.LISTINGS)):
         uri = storage.join(dataset, data_set.LISTINGS, part_name(number))
         if number not in names:  # A growth stopped before scan.json named it; it is listed again.
             storage.delete([uri])
