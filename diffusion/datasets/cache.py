@@ -10,7 +10,7 @@ be killed at any moment:
   the stream is not hashed again: a node hashes each shard once in a start. A copy found damaged is fetched
   again; damage after that check is a DataError.
 - The index of a cache is compared with the original at the start of training (`replace_index`).
-- Originals have no such files: each rank hashes those that it reads. A damaged original is an error.
+- Uncompressed originals have no such files: each rank hashes those that it reads. A damaged original is an error.
 - With a size limit, the least recently used shards are evicted (a shard's modification time is that of its last use).
   A process that has one open reads on; one that finds it gone fetches it again.
 """
@@ -69,7 +69,7 @@ class TierCounts(NamedTuple):
     """Samples of streams that have a remote."""
 
     hits: int = 0
-    """... whose shard was in the cache when the loader first looked for it."""
+    """Samples of these streams whose shard was in the cache when the loader first looked for it."""
 
     fetched_shards: int = 0
     """Files that this rank fetched from the store, for itself or for others of its node."""
