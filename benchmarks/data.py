@@ -24,7 +24,7 @@ from diffusion import storage
 from diffusion.config.data import DataConfig, Representation, StreamConfig
 from diffusion.datasets.images import decode_rgb
 from diffusion.datasets.loader import train_loader
-from diffusion.formats.shards import read_shards, write_index
+from diffusion.formats.shards import read_index, write_index
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.prepare import prepare
 from diffusion.preparation.sources.base import MANY
@@ -218,7 +218,7 @@ def _write_shard(folder: Path, num_samples: int) -> None:
 
 def _write_links(folder: Path, shard: Path, num_shards: int) -> None:
     """Write a stream of equal shards: links to one that is there, and an index of all."""
-    (one,) = read_shards(shard)
+    (one,) = read_index(shard).shards
     name = one.raw.name
     links = [one._replace(raw=one.raw._replace(name=f"{n:06}-{name}")) for n in range(num_shards)]
     folder.mkdir(parents=True)

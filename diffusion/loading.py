@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 from transformers import CLIPTextModel
 
 from diffusion.checkpointing.find import locate_checkpoint, resolve_checkpoint
-from diffusion.checkpointing.read import read_config, read_identities, read_weights
+from diffusion.checkpointing.read import read_config_values, read_identities, read_weights
 from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.config.frozen import FrozenPaths
 from diffusion.config.loading import from_dict, read_yaml
@@ -103,7 +102,7 @@ def load_config_of(checkpoint: Path) -> Config:
     """
     if checkpoint.suffix == AVERAGE_SUFFIX:
         return from_dict(Config, read_yaml(file := _config_beside(checkpoint)), str(file))
-    return from_dict(Config, yaml.safe_load(read_config(checkpoint)), str(checkpoint))
+    return from_dict(Config, read_config_values(checkpoint), str(checkpoint))
 
 
 def read_trained(path: str | Path, *, weights: str = "raw", paths: FrozenPaths | None = None) -> Trained:

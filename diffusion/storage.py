@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, TypeVar
 
 from fsspec.spec import AbstractBufferedFile
@@ -268,10 +269,10 @@ def write_json(uri: str, value: Any) -> None:
     write(uri, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
-def read_json(uri: str, default: Any = ...) -> Any:
-    """Read a JSON file; a DataError if it is not JSON, or if it does not exist and there is no default."""
+def read_json(uri: str, default: Any = ..., access: Access | None = None) -> Any:
+    """Read a JSON file, with an `Access` by `fetch`; a DataError if it is not JSON, or missing without a default."""
     try:
-        return json.loads(read(uri))
+        return json.loads(read(uri) if access is None else fetch(uri, access))
     except MissingFileError:
         if default is ...:
             raise
@@ -339,6 +340,14 @@ def download(
                     return
                 logger.warning("%s: its %s is wrong", shown(uri), digest[0])
             raise DataError(f"{shown(uri)} is damaged: its {digest and digest[0]} is wrong, twice")
+
+
+def fetch(uri: str, access: Access) -> bytes:
+    """Read a small file by a download, the only way to read from some stores (`_STREAMING`)."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "content")
+        download(uri, path, access=access)
+        return path.read_bytes()
 
 
 def concurrent_map(function: Callable[[Item], T], items: Iterable[Item]) -> Iterator[T]:

@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> None:
     print(format_budgets(budgets, failures))
     if options.json is not None:
         with explained_writes(options.json):
-            write_json(options.json, [asdict(budget) for budget in budgets])
+            write_json(options.json, [{"name": budget.name, **budget.totals, **asdict(budget)} for budget in budgets])
 
 
 def choose_fleets(words: Sequence[str], configs: Sequence[Config], fleets: "Sequence[list[Fleet]]") -> "list[Fleet]":

@@ -13,8 +13,6 @@ import csv
 import json
 from pathlib import Path
 
-import yaml
-
 from diffusion.files import atomic_path, csv_text
 from diffusion.launch import CommandParser, output_file, run_command
 
@@ -31,7 +29,7 @@ def main() -> None:
     options = parser.parse_args()
 
     from diffusion.checkpointing.find import resolve_checkpoint
-    from diffusion.checkpointing.read import read_config, read_position
+    from diffusion.checkpointing.read import read_config_values, read_position
     from diffusion.config.loading import from_dict
     from diffusion.config.schema import Config
     from diffusion.datasets.bad_images import read_bad_images
@@ -49,7 +47,7 @@ def main() -> None:
     from diffusion.operations.training_content import Content, write_summary
 
     checkpoint = resolve_checkpoint(options.checkpoint)
-    config = from_dict(Config, yaml.safe_load(read_config(checkpoint)), str(checkpoint))
+    config = from_dict(Config, read_config_values(checkpoint), str(checkpoint))
     folders = find_folders(config, options.data)
     num_steps, fingerprint = read_position(checkpoint)
     order = build_order(config, folders, fingerprint)

@@ -19,7 +19,7 @@ import numpy as np
 from diffusion.config.data import Mixing, legal_world_sizes
 from diffusion.datasets.sample_order import GlobalOrder, OrderSettings, RankOrder, StreamShape
 from diffusion.errors import ConfigurationError
-from diffusion.formats.shards import read_shards
+from diffusion.formats.shards import read_index
 from diffusion.launch import CommandParser, run_command
 from diffusion.planning.downloads import FleetStream, World, traffic
 from diffusion.reports.tables import text_table
@@ -101,10 +101,9 @@ def read_stream(folder: Path) -> FleetStream:
     Raises:
         DataError: there is no index that can be read.
     """
-    shards = read_shards(folder)
-    samples = np.array([shard.num_samples for shard in shards], np.int64)
-    shape = StreamShape(name=folder.name, samples_per_shard=samples, draws=int(samples.sum()))
-    return FleetStream(shape=shape, bytes_per_shard=np.array([one.stored.num_bytes for one in shards], np.int64))
+    index = read_index(folder)
+    shape = StreamShape(name=folder.name, samples_per_shard=index.samples_per_shard, draws=index.num_samples)
+    return FleetStream(shape=shape, bytes_per_shard=np.array([one.stored.num_bytes for one in index.shards], np.int64))
 
 
 def synthetic_streams(

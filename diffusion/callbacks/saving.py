@@ -50,7 +50,7 @@ class RunRecord(Callback):
         self._has_begun = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return both, where `read_config` and `read_identities` find them."""
+        """Return both, where `read_config_values` and `read_identities` find them."""
         return {"config": self.config, **({"identities": self.identities} if self._has_begun else {})}
 
 

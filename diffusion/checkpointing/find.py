@@ -21,7 +21,7 @@ from diffusion.checkpointing.layout import (
     remove_checkpoint,
     remove_copy,
 )
-from diffusion.checkpointing.read import UnsafeCheckpointError, check_bytes, check_safe, read_index, stored_files
+from diffusion.checkpointing.read import UnsafeCheckpointError, check_bytes, check_safe, read_metadata, stored_files
 from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoint, RemoteCheckpoints
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.files import PARTIAL
@@ -47,7 +47,7 @@ def find_damage(path: Path) -> str | None:
         return "it is incomplete"
     try:
         if path.is_dir():
-            for file, end in sorted(stored_files(read_index(path)).items()):
+            for file, end in sorted(stored_files(read_metadata(path)).items()):
                 if not (path / file).is_file():
                     return f"{file} is missing"
                 if (size := (path / file).stat().st_size) < end:

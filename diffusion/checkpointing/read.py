@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from numpy._core.multiarray import _reconstruct, scalar  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as index_classes
@@ -108,8 +109,8 @@ class _IndexUnpickler(pickle.Unpickler):
         return found
 
 
-def read_index(checkpoint: Path) -> Metadata:
-    """Read the index of a sharded checkpoint.
+def read_metadata(checkpoint: Path) -> Metadata:
+    """Read torch's metadata of a sharded checkpoint: its index.
 
     Raises:
         UnsafeCheckpointError: the index would run code, or names files outside of the folder.
@@ -155,7 +156,7 @@ class SafeReader(FileSystemReader):
 
     def read_metadata(self) -> Metadata:
         """Read the index; a DataError if it is damaged, or would run code."""
-        index = read_index(Path(self.path))
+        index = read_metadata(Path(self.path))
         index.storage_meta = StorageMeta(load_id=self.load_id)
         return index
 
@@ -223,7 +224,7 @@ def check_safe(checkpoint: Path) -> None:
     if not checkpoint.is_dir():
         load_safely(checkpoint, str(checkpoint), mmap=True)
         return
-    index = read_index(checkpoint)
+    index = read_metadata(checkpoint)
     entries = defaultdict(list)
     for key, entry in index.storage_data.items():
         if not isinstance(index.state_dict_metadata[key.fqn], TensorStorageMetadata):
@@ -246,7 +247,7 @@ def check_bytes(checkpoint: Path) -> None:
         DataError: its bytes have changed.
     """
     if checkpoint.is_dir():
-        names = sorted({CHECKPOINT_INDEX, *stored_files(read_index(checkpoint))})
+        names = sorted({CHECKPOINT_INDEX, *stored_files(read_metadata(checkpoint))})
         stored = read_checksums(checkpoint)
         if missing := [name for name in names if name not in stored]:
             raise DataError(f"{checkpoint / CHECKSUMS} has no checksum of {missing[0]}")
@@ -297,7 +298,7 @@ class StoredState:
     def __init__(self, checkpoint: Path) -> None:
         self._checkpoint = checkpoint
         if checkpoint.is_dir():
-            self._entries: dict[str, Any] = read_index(checkpoint).state_dict_metadata
+            self._entries: dict[str, Any] = read_metadata(checkpoint).state_dict_metadata
         else:
             self._entries = dict(_flatten(load_safely(checkpoint, f"checkpoint {checkpoint}", mmap=True)))
 
@@ -340,8 +341,8 @@ def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield from _flatten(content, f"{key}.{name}" if key else str(name))
 
 
-def read_config(checkpoint: Path) -> str:
-    """Read the configuration (YAML) of the run that has written a checkpoint.
+def read_config_values(checkpoint: Path) -> dict[str, Any]:
+    """Read the values of the configuration of the run that has written a checkpoint.
 
     Raises:
         DataError: the checkpoint is damaged, or was not written by this package.
@@ -349,7 +350,7 @@ def read_config(checkpoint: Path) -> str:
     state, key = StoredState(checkpoint), "state.callbacks.RunRecord.config"
     if key not in state.keys(key):
         raise DataError(f"checkpoint {checkpoint} has no configuration: it was not written by this package")
-    return state.read([key])[key]
+    return yaml.safe_load(state.read([key])[key])
 
 
 def read_identities(checkpoint: Path) -> dict[str, str]:
@@ -374,7 +375,7 @@ def read_position(checkpoint: Path) -> tuple[int, dict[str, str | int | None]]:
 # The weights of the model
 
 _MODEL = "state.model."
-AVERAGES = "state.callbacks.LateStartEMA."
+AVERAGES_PREFIX = "state.callbacks.LateStartEMA."
 
 
 def read_weights(checkpoint: Path, weights: str, *, is_checked: bool = False) -> dict[str, Tensor]:
@@ -400,13 +401,13 @@ def read_weights(checkpoint: Path, weights: str, *, is_checked: bool = False) ->
         if not state.keys(_MODEL):
             raise DataError(f"checkpoint {checkpoint} holds no model")
         return state.read_below(_MODEL)
-    labels = str(state.read_below(f"{AVERAGES}labels").get("", "")).split()
+    labels = str(state.read_below(f"{AVERAGES_PREFIX}labels").get("", "")).split()
     if weights != Weights.ema and weights not in labels:
         there = f"the averages {', '.join(labels)}" if labels else "no averages (they had not started, or are off)"
         choices = ", ".join((Weights.raw.value, *labels))
         raise DataError(f"checkpoint {checkpoint} holds {there}, but no weights {weights!r}: choose {choices}")
     is_first = weights == Weights.ema or weights == labels[0]
-    average = state.read_below(AVERAGES + ("averages." if is_first else f"others.{weights}."))
+    average = state.read_below(AVERAGES_PREFIX + ("averages." if is_first else f"others.{weights}."))
     if not average:
         raise DataError(f"checkpoint {checkpoint} holds no average of the weights (it had not started, or is off)")
     frozen = [key for key in state.keys(_MODEL) if key.removeprefix(_MODEL) not in average]

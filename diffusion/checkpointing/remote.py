@@ -15,7 +15,7 @@ from pathlib import Path
 
 from diffusion import storage
 from diffusion.checkpointing.layout import CHECKPOINT_INDEX, CHECKSUMS, batch_of
-from diffusion.checkpointing.read import read_index, stored_files
+from diffusion.checkpointing.read import read_metadata, stored_files
 from diffusion.errors import DataError
 from diffusion.files import PARTIAL
 from diffusion.storage import FIRST_CONTACT, Access, StoredFile
@@ -123,7 +123,7 @@ class RemoteCheckpoints:
             return None
         stored = storage.list_files(self.uri_of(local.name), self._access)
         sizes = {name: file.size for name, file in stored.items()}
-        ends = sorted(stored_files(read_index(local)).items())
+        ends = sorted(stored_files(read_metadata(local)).items())
         return next((name for name, end in ends if sizes.get(name, -1) < end), None)
 
     def finish_upload(self, local: Path) -> None:

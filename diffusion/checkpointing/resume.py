@@ -9,7 +9,6 @@ from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
 from composer import Event, Trainer
 from composer.utils import dist as composer_dist
 from torch.optim import Optimizer
@@ -27,7 +26,7 @@ from diffusion.checkpointing.find import (
     write_damaged,
 )
 from diffusion.checkpointing.layout import batch_of, list_checkpoints, remove_copy
-from diffusion.checkpointing.read import AVERAGES, StoredState, check_safe, read_config, read_index
+from diffusion.checkpointing.read import AVERAGES_PREFIX, StoredState, check_safe, read_config_values, read_metadata
 from diffusion.checkpointing.remote import RemoteCheckpoint, RemoteCheckpoints
 from diffusion.config.documentation import field_types, split_optional
 from diffusion.config.loading import from_dict, to_dict
@@ -234,7 +233,7 @@ def _finish_upload(folder: Path, remote: RemoteCheckpoints) -> None:
 def _is_written(path: Path) -> bool:
     """Return whether all ranks have written their files, which may be on other nodes."""
     try:
-        return bool(read_index(path).storage_data) if path.is_dir() else is_complete(path)
+        return bool(read_metadata(path).storage_data) if path.is_dir() else is_complete(path)
     except DataError:
         return False
 
@@ -252,7 +251,7 @@ def check_changes(config: Config, checkpoint: Path, name: str) -> None:
         ConfigurationError: a key has another value than in the checkpoint that is refused on resumption.
         DataError: the checkpoint has no configuration.
     """
-    before = redact(yaml.safe_load(read_config(checkpoint)))  # Earlier versions knew fewer secrets.
+    before = redact(read_config_values(checkpoint))  # Earlier versions knew fewer secrets.
     now = redact(to_dict(config))
     for values in (before, now):  # `trainer.max_duration` may move it.
         if (ema := values.get("algorithms", {}).get("ema")) is not None:
@@ -262,7 +261,7 @@ def check_changes(config: Config, checkpoint: Path, name: str) -> None:
     plugins = before.get("plugins", {}).get("train_dataset"), config.plugins.train_dataset
     if any(plugin is not None for plugin in plugins):  # This package's own data has a fingerprint of its order.
         refused.add(Effect.same_order)
-    if any(effect is Effect.same_averages for effect, _ in changes) and StoredState(checkpoint).keys(AVERAGES):
+    if any(effect is Effect.same_averages for effect, _ in changes) and StoredState(checkpoint).keys(AVERAGES_PREFIX):
         refused.add(Effect.same_averages)
     rejected = [
         (key, was, value)
@@ -309,7 +308,7 @@ def _step_of(config: Config, values: Mapping[str, Any], text: str, key: str) -> 
 
 def with_kept_settings(config: Config, checkpoint: Path) -> Config:
     """Replace settings without effect on a resumption by those of the checkpoint, which records are to name."""
-    before = yaml.safe_load(read_config(checkpoint))
+    before = read_config_values(checkpoint)
     autoencoder = {key: value for key, value in before.get("autoencoder", {}).items() if key == "initial_logvar"}
     values = {"init_from": before.get("init_from"), "autoencoder": autoencoder}
     kept = from_dict(Config, values, str(checkpoint))

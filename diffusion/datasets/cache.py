@@ -10,7 +10,7 @@ be killed at any moment:
   the stream is not hashed again: a node hashes each shard once in a start. A copy found damaged is fetched
   again; damage after that check is a DataError.
 - The index of a cache is compared with the original at the start of training (`replace_index`).
-- Originals have no such files: each rank hashes those that it reads. A damaged original is an error.
+- Uncompressed originals have no such files: each rank hashes those that it reads. A damaged original is an error.
 - With a size limit, the least recently used shards are evicted (a shard's modification time is that of its last use).
   A process that has one open reads on; one that finds it gone fetches it again.
 """
@@ -39,7 +39,6 @@ from diffusion.formats.shards import (
     ShardFiles,
     ShardIndex,
     decompress,
-    read_shard_index,
 )
 from diffusion.storage import join, shown
 
@@ -70,7 +69,7 @@ class TierCounts(NamedTuple):
     """Samples of streams that have a remote."""
 
     hits: int = 0
-    """... whose shard was in the cache when the loader first looked for it."""
+    """Samples of these streams whose shard was in the cache when the loader first looked for it."""
 
     fetched_shards: int = 0
     """Files that this rank fetched from the store, for itself or for others of its node."""
@@ -147,18 +146,19 @@ def replace_index(folder: Path, index: bytes) -> None:
     """
     path = folder / INDEX
     try:
-        if path.read_bytes() == index:
+        before = path.read_bytes()
+        if before == index:
             return
         logger.info("%s is replaced by that of the data set, which has changed", path)
         with atomic_path(path, partial=unique_partial(path)) as partial:
             partial.write_bytes(index)
-            with suppress(DataError, ValueError, KeyError, TypeError):  # Damage is reported when it is opened.
-                before, now = (
-                    {file.name: file for shard in read_shard_index(one).shards for file in shard.files}
-                    for one in (path, partial)
+            with suppress(ValueError, KeyError, TypeError):  # Damage is reported when it is opened.
+                old, new = (
+                    {file.name: file for shard in ShardIndex(content).shards for file in shard.files}
+                    for content in (before, index)
                 )
-                for name in before:
-                    if before[name] != now.get(name):
+                for name in old:
+                    if old[name] != new.get(name):
                         _remove(folder, name)
     except OSError as error:
         raise MachineError(
@@ -328,10 +328,13 @@ class StreamShards:
                     "machine can reach it"
                 ) from error
         try:
-            return storage.retry(str(path), lambda: read_shard_index(path))
+            index = ShardIndex(storage.retry(str(path), path.read_bytes))
         except (OSError, ValueError, KeyError, TypeError) as error:
             remedy = _REWRITE if self.remote is None else "Delete it: it is fetched again"
             raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}). {remedy}") from error
+        if index.num_samples == 0:
+            raise DataError(f"{path} holds no samples: take the stream out of the configuration, or write it again")
+        return index
 
     def _remove_leftovers(self) -> None:
         """Remove unfinished copies that killed processes left."""

@@ -17,7 +17,7 @@ from diffusion.datasets.balanced import Integers
 from diffusion.datasets.sample_order import SHARDS_OF_STREAMS, GlobalOrder, hash_shards, order_settings, stream_shapes
 from diffusion.datasets.streams import StreamLocation, Substitutes, find_substitutes, locate_streams
 from diffusion.errors import DataError
-from diffusion.formats.shards import INDEX, SampleDecoder, Shard, read_shard, read_shards, shards_with_indices
+from diffusion.formats.shards import INDEX, SampleDecoder, ShardIndex, read_index, read_shard, shards_with_indices
 
 CHUNK = 2**18
 """Samples of the order that are computed at once."""
@@ -74,23 +74,21 @@ def build_order(config: Config, folders: list[Path], fingerprint: Mapping[str, A
     Raises:
         DataError: a folder has no index.
     """
-    shards = [read_shards(folder) for folder in folders]
-    sizes = [np.array([shard.num_samples for shard in listed], np.int64) for listed in shards]
+    indexes = [read_index(folder) for folder in folders]
     wanted = fingerprint.get(SHARDS_OF_STREAMS)
-    then = (one for one in _sizes_over_time(folders, shards, sizes) if hash_shards(one) == wanted)
-    sizes = next(then, sizes)
+    then = (sizes for sizes in _sizes_over_time(folders, indexes) if hash_shards(sizes) == wanted)
+    sizes = next(then, [index.samples_per_shard for index in indexes])
     return GlobalOrder(stream_shapes(config.data.streams, sizes), order_settings(config.data, config.seed))
 
 
-def _sizes_over_time(
-    folders: Sequence[Path], shards: Sequence[Sequence[Shard]], sizes: Sequence[Integers]
-) -> Iterator[Sequence[Integers]]:
+def _sizes_over_time(folders: Sequence[Path], indexes: Sequence[ShardIndex]) -> Iterator[Sequence[Integers]]:
     """Yield the sizes of the shards as they are, and as they were before a growth of one data set.
 
     A growth begins with a write task, whose number is in the names of its shards (in encoded data, that of the shard).
     """
+    sizes = [index.samples_per_shard for index in indexes]
     yield sizes
-    named = [[re.match(r"shard\.(\d+)", shard.raw.name) for shard in listed] for listed in shards]
+    named = [[re.match(r"shard\.(\d+)", shard.raw.name) for shard in index.shards] for index in indexes]
     tasks = [np.array([int(match[1]) if match else 0 for match in matches]) for matches in named]
     datasets = [folder.parent.parent for folder in folders]
     for dataset in dict.fromkeys(datasets):
@@ -135,7 +133,7 @@ def apply_substitutes(
     locations = locate_streams(config.data.remote, config.data.local, config.data.streams)
     for location, folder, count in zip(locations, folders, counts, strict=True):
         beside_folder = StreamLocation(name=location.name, remote=None, local=str(folder))
-        total = sum(shard.num_samples for shard in read_shards(folder))  # More, if the data has grown since.
+        total = read_index(folder).num_samples  # More, if the data has grown since.
         found = [index for one in (location, beside_folder) for index in find_substitutes(one, total).absent]
         marked = [index for index in found if index < len(count)]
         undecodable = [image.index for image in bad if image.stream == location.name]
@@ -149,7 +147,7 @@ def exposures(config: Config, folders: list[Path], counts: list[NDArray[np.int32
     """Look up the samples that were seen, by `times_seen`, stream by stream, in the order of the data."""
     with tqdm(total=sum(map(len, counts)), unit=" samples", unit_scale=True, disable=None) as bar:
         for stream, folder, count in zip(config.data.streams, folders, counts, strict=True):
-            for first, shard, _ in shards_with_indices(read_shards(folder)):
+            for first, shard, _ in shards_with_indices(read_index(folder).shards):
                 seen = np.flatnonzero(count[first : first + shard.num_samples])
                 if len(seen):
                     if "key" not in shard.format.names:

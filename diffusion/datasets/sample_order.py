@@ -1,4 +1,4 @@
-"""The global order of an epoch: which sample stands in which slot of which global batch, for any world size.
+"""The global order: which sample stands in which slot of which global batch of an epoch, for any world size.
 
 The order is a closed form of (data, seed, epoch, step). The data is the number of samples per shard and the number of
 draws per stream; `OrderSettings` holds the rest. Ranks and loader workers only choose which slots they read, and any
@@ -7,8 +7,8 @@ step is entered directly: a stretch of steps is computed when it is read, and an
 From the outside in:
 
 - A global batch of B slots is cut into L *lanes*. A lane is the part of the global batch that belongs to one canonical
-  node: B / L neighbouring slots, with L = gcd(B / unit size, `num_canonical_nodes`). Ranks read whole lanes one after
-  the other, or parts of one lane where there are more ranks than lanes.
+  node: B / L neighbouring slots, with L = gcd(B / unit size, `num_canonical_nodes`). A rank of R reads B / R
+  neighbouring slots, which may begin and end within a lane.
 - A lane fills its slots in *units*: samples (`mixed`), groups (`groups`), or its part of a whole global batch
   (`bucket`). Which stream a unit comes from is read from a balanced sequence (`BalancedSequence`): every stretch of it
   holds the streams nearly in their proportions, and the units of a stream before any step have a closed form.
@@ -229,7 +229,7 @@ class Pieces(NamedTuple):
     first: Integers
     """Samples of the stream that the lane has read when it begins to need the shard."""
     last: Integers
-    """... and when it needs it no longer."""
+    """Samples of the stream that the lane has read when it needs the shard no longer."""
 
 
 class LanePass:
@@ -378,7 +378,7 @@ _NO_PIECES = Pieces(*(np.zeros(0, np.int64) for _ in range(4)))
 
 
 class GlobalOrder:
-    """The order of all epochs.
+    """The global order: an `EpochOrder` for each epoch.
 
     Raises:
         ConfigurationError: a stream gives less than a batch (or group, or sample), or more than can be counted.

@@ -7,7 +7,6 @@ stream is read in its place. That depends on the marks alone: images and their l
 """
 
 import logging
-import tempfile
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.files import read_json
 from diffusion.formats.data_set import DAMAGED, MANIFEST, REMOVED_SAMPLES, SCAN, SPLITS, WORK, has_srgb_conversion
 from diffusion.formats.shards import INDEX
-from diffusion.storage import FIRST_CONTACT, Access, ForbiddenFileError, MissingFileError, is_url, join, shown
+from diffusion.storage import FIRST_CONTACT, Access, ForbiddenFileError, is_url, join, shown
 
 logger = logging.getLogger(__name__)
 
@@ -246,21 +245,16 @@ def _read_json(uri: str, access: Access) -> Any:
     """Read a JSON file; None if it does not exist."""
     if not is_url(uri):
         return read_json(Path(uri)) if Path(uri).is_file() else None
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "content.json")
-        try:
-            storage.download(uri, path, access=replace(access, attempts=1, timeout=FIRST_CONTACT))
-        except MissingFileError:
-            return None
-        except ForbiddenFileError as error:
-            raise DataError(
-                f"access to {shown(uri)} is denied, so whether it names images that are not to be used is unknown. "
-                "Allow reading it and listing its bucket (s3:GetObject and s3:ListBucket): without that, access to a "
-                "file that does not exist is denied, too"
-            ) from error
-        except MachineError as error:
-            raise DataError(f"{error}. Check data.remote, and that this machine can reach it") from error
-        return read_json(path)
+    try:
+        return storage.read_json(uri, None, replace(access, attempts=1, timeout=FIRST_CONTACT))
+    except ForbiddenFileError as error:
+        raise DataError(
+            f"access to {shown(uri)} is denied, so whether it names images that are not to be used is unknown. "
+            "Allow reading it and listing its bucket (s3:GetObject and s3:ListBucket): without that, access to a "
+            "file that does not exist is denied, too"
+        ) from error
+    except MachineError as error:
+        raise DataError(f"{error}. Check data.remote, and that this machine can reach it") from error
 
 
 class Substitutes:

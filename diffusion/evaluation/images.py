@@ -19,7 +19,7 @@ from diffusion.errors import ConfigurationError, DataError, error_context
 from diffusion.evaluation.config import ReferenceConfig
 from diffusion.evaluation.protocol import text_hash
 from diffusion.files import hash_file
-from diffusion.formats.shards import INDEX, SampleDecoder, Shard, ShardFiles, read_shard, read_shards
+from diffusion.formats.shards import INDEX, SampleDecoder, Shard, ShardFiles, read_index, read_shard
 
 LISTING = "metadata.jsonl"
 """Lines of `file_name`, `prompt` and further metadata of an image; empty until all images are generated."""
@@ -101,7 +101,7 @@ class PreparedSamples:
             location = StreamLocation(name=folder.name, remote=None, local=str(folder))
             self.convert_to_srgb |= converts_to_srgb(location)
             removed += sorted(num + index for index in set(find_marked(location)))
-            for shard in read_shards(folder):
+            for shard in read_index(folder).shards:
                 self._shards.append((folder, shard, str(folder.relative_to(root))))
                 num += shard.num_samples
         self._ends = list(itertools.accumulate(shard.num_samples for _, shard, _ in self._shards))

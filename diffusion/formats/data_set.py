@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from diffusion import storage
 from diffusion.errors import DataError
 from diffusion.files import PARTIAL
-from diffusion.formats.shards import INDEX, BucketEntry, Shard, read_index
+from diffusion.formats.shards import INDEX, BucketEntry, Shard, check_sizes, read_index
 from diffusion.storage import MissingFileError
 
 SPLITS = TRAIN, VALIDATION = "train", "validation"
@@ -254,10 +254,13 @@ def folder_order(folder: str) -> tuple[str, list[int]]:
 
 
 def read_splits(dataset: str, folders: Iterable[str]) -> dict[str, dict[str, BucketEntry]]:
-    """Read the indexes of some `<split>/<bucket>`, as `read_index` does, for the manifest."""
+    """Sum up the indexes of some `<split>/<bucket>` for the manifest; a DataError if one is not that of its shards."""
     splits: dict[str, dict[str, BucketEntry]] = {}
-    for split, bucket in (folder.split("/") for folder in folders):
-        splits.setdefault(split, {})[bucket] = read_index(storage.join(dataset, split, bucket))
+    for folder in folders:
+        split, bucket = folder.split("/")
+        index = read_index(uri := storage.join(dataset, folder))
+        check_sizes(uri, index.shards)
+        splits.setdefault(split, {})[bucket] = index.summary
     return splits
 
 

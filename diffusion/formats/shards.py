@@ -215,15 +215,44 @@ class Shard(NamedTuple):
 _shared_format = functools.lru_cache(maxsize=64)(ShardFormat)
 
 
-class ShardIndex:
-    """The index of an MDS folder, in about 800 bytes a shard: 64 MB for the 80,000 shards of 790 million samples."""
+@dataclass(frozen=True, kw_only=True)
+class BucketEntry:
+    """One MDS folder, `<split>/<bucket>`."""
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
-        self.shards = shards
-        self.samples_per_shard = np.array([shard.num_samples for shard in shards], np.int64)
+    num_samples: int
+    num_shards: int
+    num_bytes: int
+    """Bytes of the shards, uncompressed."""
+    sha256: str
+    """Hash of the folder's index, which holds the hashes of the shards: equal for equal content."""
+
+
+class ShardIndex:
+    """The index of an MDS folder, in about 800 bytes a shard: 64 MB for the 80,000 shards of 790 million samples.
+
+    Args:
+        content: content of the file.
+
+    Raises:
+        ValueError, KeyError, TypeError, RecursionError: it is damaged.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        # Each entry becomes a shard at once, since dictionaries would take ten times the memory.
+        parsed = json.loads(content, object_hook=lambda value: Shard.of(value) if "raw_data" in value else value)
+        self.shards: list[Shard] = parsed["shards"]
+        if not all(isinstance(shard, Shard) for shard in self.shards):
+            raise ValueError("an entry is not that of a shard")
+        self.samples_per_shard = np.array([shard.num_samples for shard in self.shards], np.int64)
         self.num_samples = int(self.samples_per_shard.sum())
         self._bounds = np.cumsum(self.samples_per_shard) - self.samples_per_shard
         self._first_samples: list[int] = self._bounds.tolist()
+        self.summary = BucketEntry(
+            num_samples=self.num_samples,
+            num_shards=len(self.shards),
+            num_bytes=sum(shard.raw.num_bytes for shard in self.shards),
+            sha256=hashlib.sha256(content).hexdigest(),
+        )
 
     def locate(self, index: int) -> tuple[int, int]:
         """Shard that holds a sample of the stream, and index of the sample in the shard."""
@@ -235,27 +264,6 @@ class ShardIndex:
     def shards_of(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Shards that hold samples of the stream: int64 [N] -> int64 [N]."""
         return np.searchsorted(self._bounds, indices, side="right") - 1
-
-
-def read_shard_index(path: Path) -> ShardIndex:
-    """Read an index for training.
-
-    Raises:
-        DataError: it holds no samples.
-        ValueError, KeyError, TypeError: it is damaged.
-    """
-    index = ShardIndex(_parse_index(path.read_text(encoding="utf-8")))
-    if index.num_samples == 0:
-        raise DataError(f"{path} holds no samples: take the stream out of the configuration, or write it again")
-    return index
-
-
-def _parse_index(content: str | bytes) -> list[Shard]:
-    """Parse an index; each entry becomes a shard at once, since dictionaries would take ten times the memory."""
-    shards = json.loads(content, object_hook=lambda value: Shard.of(value) if "raw_data" in value else value)["shards"]
-    if not all(isinstance(shard, Shard) for shard in shards):
-        raise ValueError("an entry is not that of a shard")
-    return shards
 
 
 _OFFSETS = struct.Struct("<2I")
@@ -540,57 +548,24 @@ def write_index(folder: Path | str, shards: Iterable[Shard]) -> None:
     storage.write(storage.join(str(folder), INDEX), f'{{"shards": [{content}], "version": 2}}'.encode())
 
 
-def read_shards(folder: Path | str) -> list[Shard]:
+def read_index(folder: Path | str) -> ShardIndex:
     """Read the index of an MDS folder, a path or an s3:// URI.
 
     Raises:
         DataError: the folder has no index, or one that is damaged.
         MachineError: it cannot be read.
     """
-    return _shards_of(storage.join(str(folder), INDEX))[0]
-
-
-def _shards_of(uri: str) -> tuple[list[Shard], bytes]:
-    """Read an index: its shards, and its bytes."""
+    uri = storage.join(str(folder), INDEX)
     content = storage.read(uri)
     try:
-        return _parse_index(content), content
+        return ShardIndex(content)
     except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise DataError(
             f"{storage.shown(uri)} is damaged or not the index of an MDS folder ({error!r}); write the folder anew"
         ) from error
 
 
-@dataclass(frozen=True, kw_only=True)
-class BucketEntry:
-    """One MDS folder, `<split>/<bucket>`."""
-
-    num_samples: int
-    num_shards: int
-    num_bytes: int
-    """Bytes of the shards, uncompressed."""
-    sha256: str
-    """Hash of the folder's index, which holds the hashes of the shards: equal for equal content."""
-
-
-def read_index(folder: Path | str) -> BucketEntry:
-    """Sum up the index of an MDS folder, a path or an s3:// URI; the folder is listed once.
-
-    Raises:
-        DataError: the folder has no index, or one that is damaged, or its shards differ from it in size or are missing.
-        MachineError: it cannot be read.
-    """
-    shards, content = _shards_of(storage.join(str(folder), INDEX))
-    check_files(folder, shards)
-    return BucketEntry(
-        num_samples=sum(shard.num_samples for shard in shards),
-        num_shards=len(shards),
-        num_bytes=sum(shard.raw.num_bytes for shard in shards),
-        sha256=hashlib.sha256(content).hexdigest(),
-    )
-
-
-def check_files(folder: Path | str, shards: Iterable[Shard]) -> None:
+def check_sizes(folder: Path | str, shards: Iterable[Shard]) -> None:
     """Raise a DataError if the file of a shard is missing, or has another size."""
     found = storage.list_files(str(folder))
     for name, size, _ in (shard.stored for shard in shards):

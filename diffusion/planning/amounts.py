@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 from omegaconf import MISSING
@@ -14,7 +13,7 @@ from diffusion.config.schema import Config
 from diffusion.datasets.sample_order import GlobalOrder, order_settings, stream_shapes
 from diffusion.datasets.streams import StreamLocation, locate_streams, located_streams
 from diffusion.errors import ConfigurationError, DataError, UserError
-from diffusion.formats.shards import INDEX, read_shards
+from diffusion.formats.shards import INDEX, read_index
 from diffusion.storage import is_url
 
 SECONDS_PER_DAY = 86400
@@ -150,9 +149,7 @@ def absent_streams(config: Config) -> dict[str, str]:
 def _find_problem(stream: StreamLocation) -> str | None:
     """Return why the index of a stream in a store cannot be read, by one attempt; None if it can."""
     try:
-        with TemporaryDirectory() as folder:
-            index, access = storage.join(stream.source, INDEX), replace(stream.access, seconds=0)
-            storage.download(index, Path(folder, INDEX), access=access)
+        storage.fetch(storage.join(stream.source, INDEX), replace(stream.access, seconds=0))
     except UserError as error:
         return str(error)
     return None
@@ -163,7 +160,7 @@ def _samples_per_shard(location: StreamLocation) -> np.ndarray | None:
     for folder in (location.remote, location.local):
         if folder and not is_url(folder):
             try:
-                return np.array([shard.num_samples for shard in read_shards(Path(folder).expanduser())], np.int64)
+                return read_index(Path(folder).expanduser()).samples_per_shard
             except (OSError, DataError):
                 continue
     return None

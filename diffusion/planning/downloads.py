@@ -73,7 +73,7 @@ def traffic(streams: Sequence[FleetStream], epoch: EpochOrder, world: World, *, 
     used: list[set[int]] = [set() for _ in streams]
     nodes = []
     for node in range(world.num_nodes):
-        # A lane that two nodes share (more nodes than lanes) is read by both.
+        # A lane that two nodes share is read by both.
         lanes = range(node * num_lanes // world.num_nodes, -(-(node + 1) * num_lanes // world.num_nodes))
         stays = [_stays(epoch, number, lanes) for number in range(len(streams))]
         for shards, (shard, _, _) in zip(used, stays, strict=True):

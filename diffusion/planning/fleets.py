@@ -124,19 +124,20 @@ class Budget:
     name: str
     """Name of the fleet, or of the fleet of each run."""
 
-    days: float
-    """Without failures."""
-
-    gpu_hours: float
-    gpu_cost: float | None
-    """In dollars, as the costs below."""
-
-    storage_cost: float | None
-    egress_cost: float | None
-    cost: float | None
-    """Sum of known costs; None without prices of all GPUs."""
-
     runs: list[FleetRun]
+
+    @property
+    def totals(self) -> dict[str, float | None]:
+        """Sums over the runs: days without failures, GPU-hours, and dollars; `cost` as that of a run."""
+        columns = {
+            "days": [plan.days for plan in self.plans],
+            "gpu_hours": [plan.gpu_hours for plan in self.plans],
+            "gpu_cost": [plan.cost for plan in self.plans],
+            "storage_cost": [run.storage_cost for run in self.runs],
+            "egress_cost": [run.egress_cost for run in self.runs],
+            "cost": [run.cost for run in self.runs],
+        }
+        return {name: sum_known(values) for name, values in columns.items()}
 
     @property
     def plans(self) -> list[Plan]:
@@ -184,16 +185,7 @@ def make_budget(configs: Sequence[Config], fleets: Sequence[Fleet], **options: A
     names = [fleet.name for fleet in fleets]
     if len(set(names)) > 1:
         names = [", ".join(f"{run.plan.run_name} on {name}" for run, name in zip(runs, names, strict=True))]
-    return Budget(
-        name=names[0],
-        days=sum(run.plan.days or 0.0 for run in runs),
-        gpu_hours=sum(run.plan.gpu_hours or 0.0 for run in runs),
-        gpu_cost=sum_known(run.plan.cost for run in runs),
-        storage_cost=sum_known(run.storage_cost for run in runs),
-        egress_cost=sum_known(run.egress_cost for run in runs),
-        cost=sum_known(run.cost for run in runs),
-        runs=runs,
-    )
+    return Budget(name=names[0], runs=runs)
 
 
 def fleet_called(name: str, fleets: Sequence[Fleet]) -> Fleet:
@@ -433,18 +425,20 @@ def _table(rows: Sequence[dict[str, str]]) -> str:
 
 
 def _cost_row(budget: Budget) -> dict[str, str]:
-    days = f"{budget.days:,.2f}"
+    totals = budget.totals
+    days = totals["days"] or 0.0
+    days_text = f"{days:,.2f}"
     if any(run.fleet.deviation is not None for run in budget.runs):
         spread = sum((run.plan.days or 0.0) * (run.fleet.deviation or 0.0) for run in budget.runs)
-        days += f" ({budget.days - spread:,.2f} to {budget.days + spread:,.2f})"
+        days_text += f" ({days - spread:,.2f} to {days + spread:,.2f})"
     return {
         "fleet": budget.name,
         **{f"{plan.run_name} img/s": number_text(plan.images_per_second, "{:,.0f}") for plan in budget.plans},
-        "days": days,
-        "GPU-hours": f"{budget.gpu_hours:,.0f}",
-        "cost": number_text(budget.gpu_cost, "${:,.0f}"),
-        "+ storage": number_text(budget.storage_cost, "${:,.0f}"),
-        "+ egress": number_text(budget.egress_cost, "${:,.0f}"),
+        "days": days_text,
+        "GPU-hours": number_text(totals["gpu_hours"], "{:,.0f}"),
+        "cost": number_text(totals["gpu_cost"], "${:,.0f}"),
+        "+ storage": number_text(totals["storage_cost"], "${:,.0f}"),
+        "+ egress": number_text(totals["egress_cost"], "${:,.0f}"),
         **{f"{run.plan.run_name} save": f"{run.save_interval_steps:,}ba" for run in budget.runs},
     }
 

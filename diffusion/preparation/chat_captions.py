@@ -32,7 +32,7 @@ from diffusion.errors import ConfigurationError, UnavailableError, explained_wri
 from diffusion.files import append_json_lines, read_json_lines
 from diffusion.formats.data_set import ANSWERS, METADATA, SCORES
 from diffusion.preparation.config import ChatCaptionsConfig
-from diffusion.preparation.layout import CAPTIONS, GENERATED_CAPTIONS, local_copies, part_name, part_numbers, read_table
+from diffusion.preparation.layout import CAPTIONS, GENERATED_CAPTIONS, file_numbers, local_copies, part_name, read_table
 from diffusion.preparation.metadata import removal_hash
 from diffusion.preparation.records import clean_text
 from diffusion.preparation.removed import Removed
@@ -349,7 +349,7 @@ def restore_answers(out: str, numbers: Iterable[int]) -> None:
     A repetition after a kill writes the same files.
     """
     restored = storage.join(out, ANSWERS, _RESTORED)
-    for number in part_numbers(storage.join(out, SCORES, CAPTIONS)).intersection(numbers):
+    for number in file_numbers(storage.join(out, SCORES, CAPTIONS)).intersection(numbers):
         name = part_name(number)
         captioned = read_table(storage.join(out, SCORES, CAPTIONS, name)).to_pylist()
         rows = read_table(storage.join(out, METADATA, name), ["key", "xxh128", "captions"]).to_pylist()

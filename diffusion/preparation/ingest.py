@@ -27,7 +27,7 @@ from diffusion.errors import BusyError, ConfigurationError, DataError, MachineEr
 from diffusion.formats.data_set import DEAD_LETTERS, METADATA, SCAN
 from diffusion.preparation.config import PrepareConfig
 from diffusion.preparation.engine import Workers, run
-from diffusion.preparation.layout import part_numbers
+from diffusion.preparation.layout import file_numbers
 from diffusion.preparation.notifications import Message, Queue
 from diffusion.preparation.prepare import check_settings, discard_unfinished, prepare
 from diffusion.preparation.records import NothingKeptError, Partition, SettingsError
@@ -281,7 +281,7 @@ def _read_scan(config: PrepareConfig, sources: Sequence[Source]) -> Scan:
 
 
 def _is_scanned(out: str) -> bool:
-    return {one.number for one in Scan.read(out).partitions} <= part_numbers(storage.join(out, METADATA))
+    return {one.number for one in Scan.read(out).partitions} <= file_numbers(storage.join(out, METADATA))
 
 
 def _split(partition: Partition) -> Iterator[tuple[str, str, Partition]]:

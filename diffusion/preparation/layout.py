@@ -1,4 +1,4 @@
-"""Tables of a prepared data set: columns of the metadata, names of parts, and parquet."""
+"""Tables of a prepared data set: columns of the metadata, names of files, and parquet."""
 
 import io
 import re
@@ -52,17 +52,17 @@ RESERVED = (*SCHEMA.names, CAPTIONS, GENERATED_CAPTIONS, "source", "generation",
 
 
 def part_name(number: int) -> str:
-    """Name of the file of a partition."""
+    """Name the file of a partition."""
     return f"{number:06d}.parquet"
 
 
 def positions_name(task: int) -> str:
-    """Name of the file with the positions of a task's samples."""
+    """Name the file with the positions of a task's samples."""
     return f"{task:05d}.parquet"
 
 
-def part_numbers(folder: str) -> set[int]:
-    """List the partitions, or tasks, whose file is in a folder; unfinished files of a killed process do not count."""
+def file_numbers(folder: str) -> set[int]:
+    """List the partitions, or tasks, whose finished file is in a folder."""
     return {int(name[:-8]) for name in storage.list_files(folder) if re.fullmatch(r"\d+\.parquet", name)}
 
 

@@ -1,9 +1,9 @@
 """Packed files: what many small files of a data set hold, in a few, so that a growth does not read all before it.
 
 Items (partitions, or generations) are numbered from 0. `packed/KIND/FIRST-STOP-HASH.parquet` holds some columns of the
-items from FIRST to before STOP; HASH is that of what identifies them. A new file takes in the last ones that hold no
-more items: there are at most as many files as the number of items has binary digits. Whoever changes or removes the
-metadata of an item removes the folder, which is made anew.
+items from FIRST to before STOP; HASH is that of what identifies them. A new file holds the items that are in none, and
+takes over those of the last file as long as that has no more than it: there are at most as many files as the number of
+items has binary digits. Whoever changes or removes the metadata of an item removes the folder, which is made anew.
 """
 
 import re

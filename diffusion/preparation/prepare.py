@@ -20,7 +20,7 @@ from diffusion.preparation.chat_captions import restore_answers
 from diffusion.preparation.config import STAGES, PrepareConfig
 from diffusion.preparation.engine import Workers
 from diffusion.preparation.explain import explain
-from diffusion.preparation.layout import CAPTIONS, part_name, part_numbers
+from diffusion.preparation.layout import CAPTIONS, file_numbers, part_name
 from diffusion.preparation.output import claim, clear_folders, clear_result
 from diffusion.preparation.plugins import check_plugins, determining, load_plugin
 from diffusion.preparation.records import Partition, SettingsError
@@ -155,7 +155,7 @@ def _lacks_captions(out: str) -> bool:
     """Return whether a partition is not captioned yet, or nothing is scanned."""
     if not storage.exists(storage.join(out, data_set.SCAN)):
         return True
-    captioned = part_numbers(storage.join(out, data_set.SCORES, CAPTIONS))
+    captioned = file_numbers(storage.join(out, data_set.SCORES, CAPTIONS))
     return any(one.number not in captioned for one in Scan.read(out).partitions)
 
 

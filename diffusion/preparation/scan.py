@@ -32,9 +32,9 @@ from diffusion.preparation.engine import Workers, death_error, limited_time, pro
 from diffusion.preparation.layout import (
     CAPTIONS,
     SCHEMA,
+    file_numbers,
     local_copies,
     part_name,
-    part_numbers,
     positions_name,
     read_table,
     write_table,
@@ -193,7 +193,7 @@ def scan_sources(
         listed = [source.partitions().checked() for source in sources]
         if isinstance(error, SettingsError):
             protect_answers(config.out, "for other sources or settings of the scan")
-        restore_answers(config.out, part_numbers(storage.join(config.out, METADATA)))
+        restore_answers(config.out, file_numbers(storage.join(config.out, METADATA)))
         clear(config.out)
         scan = _add_partitions(config, Scan(sources, [], settings), workers, listed)
     if not scan.partitions:
@@ -273,7 +273,7 @@ def changed_settings(there: Mapping[str, Any], given: Mapping[str, Any], prefix:
 
 def _run_missing(out: str, scan: Scan, workers: Workers, progress: bool) -> None:
     """Scan the partitions that have no metadata yet."""
-    done = part_numbers(storage.join(out, METADATA))
+    done = file_numbers(storage.join(out, METADATA))
     missing = [one.number for one in scan.partitions if one.number not in done]
     if not missing:
         return

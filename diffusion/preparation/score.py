@@ -44,8 +44,8 @@ from diffusion.preparation.layout import (
     CAPTIONS,
     GENERATED_CAPTIONS,
     LOCATION,
+    file_numbers,
     part_name,
-    part_numbers,
     read_schema,
     read_scores_record,
     read_table,
@@ -196,7 +196,7 @@ def _finished_parts(step: _Step) -> set[int]:
         clear_folders(step.out, f"{SCORES}/{step.column}", *([ANSWERS] if step.column == CAPTIONS else []))
     if record.get(step.column) != step.identity:
         storage.write_json(storage.join(step.out, SCORES_RECORD), {**record, step.column: step.identity})
-    return part_numbers(step.folder)
+    return file_numbers(step.folder)
 
 
 def _completed(there: dict[str, Any] | None, given: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -337,7 +337,7 @@ class _Worker:
 
     def _has_captions(self) -> bool:
         """Look for captions of the server in the finished parts, and in the journals."""
-        for number in sorted(part_numbers(self._step.folder)):
+        for number in sorted(file_numbers(self._step.folder)):
             column = read_table(storage.join(self._step.folder, part_name(number)), [GENERATED_CAPTIONS])[0]
             if column.null_count < len(column):
                 return True

@@ -44,13 +44,13 @@ from diffusion.formats.shards import (
     Shard,
     encode_sample,
     encode_shard,
+    read_index,
     read_shard,
-    read_shards,
     shards_with_indices,
     write_index,
 )
 from diffusion.preparation.chat_captions import erase_answers
-from diffusion.preparation.layout import part_name, part_numbers, positions_name, read_table, write_table
+from diffusion.preparation.layout import file_numbers, part_name, positions_name, read_table, write_table
 from diffusion.preparation.metadata import key_hash, removal_hash, removed_row
 from diffusion.preparation.output import claim, clear_folders, clear_result
 from diffusion.preparation.positions import (
@@ -97,6 +97,16 @@ class _Sample(NamedTuple):
     """In the folder."""
 
 
+class _Request:
+    """Keys and hashes of images to remove. Prepared data adds what the data made from it does not show."""
+
+    def __init__(self, keys: Iterable[str], *, erase: bool, copies: bool, near: bool) -> None:
+        self.keys, self.erase, self.copies, self.near = set(keys), erase, copies, near
+        self.hashes = Removed(map(removal_hash, self.keys))
+        self.copied = set[str]()  # Keys of copies.
+        self.earlier = dict[int, str]()  # Keys of images that were removed before, by their hashes.
+
+
 _Rows = dict[tuple[int, int], dict[str, Any]]
 """Some columns of rows of the metadata, by partition and row."""
 
@@ -106,7 +116,7 @@ def reject_scanned(dataset: str, keys: Collection[str]) -> None:
 
     If there are some, what was selected and written is removed.
     """
-    rows = _find_keys(dataset, set(keys))
+    rows, _ = _find_keys(dataset, set(keys))
     add_removed(dataset, [*map(removal_hash, keys), *_hashes_of(rows)])
     erase_answers(dataset)
     if rows:
@@ -142,43 +152,22 @@ def take_down(
     """
     kinds = {uri: _kind_of(uri) for uri in (dataset, *derived)}
     kinds = dict(sorted(kinds.items(), key=lambda one: one[1] == data_set.ENCODED))  # Prepared data shows copies.
-    requested, found, copied = set(keys), set[str](), set[str]()
-    earlier = dict[int, str]()
-    hashes = Removed(map(removal_hash, requested))
+    request, found = _Request(keys, erase=erase, copies=copies, near=near), set[str]()
     work: list[Callable[[], int]] = []
     with ExitStack() as claims:
         for uri, kind in () if is_claimed else kinds.items():  # All, before anything is written.
             claims.enter_context(claim(uri, kind))
         for uri, kind in kinds.items():
-            if kind == data_set.ENCODED and (erase or not hashes <= Removed.read(uri)):
+            if kind == data_set.ENCODED and (erase or not request.hashes <= Removed.read(uri)):
                 clear_folders(uri, data_set.WORK)  # Shards of an unfinished growth predate the takedown.
-            hashes = add_removed(uri, hashes)  # Each data set rejects what the ones before it reject.
-            if kind == PreparedManifest.KIND:
-                data, rows = _Prepared(uri), _find_keys(uri, requested, marked=erase)
-                hashes = add_removed(uri, _hashes_of(rows, like=requested if near else ()))
-                copy_rows = _find_copies(uri, hashes, rows)
-                samples, copy_samples = data.find(rows), data.find(copy_rows)
-                copied = {sample.key for sample in copy_samples}
-                if copies:
-                    requested |= copied
-                    hashes = add_removed(uri, [removal_hash(row["key"]) for row in copy_rows.values()])
-                    rows |= copy_rows
-                    samples += copy_samples
-                work.append(partial(data.reject, rows, erase=erase))
-                if erase and len(kinds) > 1:
-                    earlier |= {
-                        row["key_hash"]: row["key"] for row in _find_rows(uri, ["reason"], _is_removed).values()
-                    }
-            else:
-                encoded = _Encoded(uri)
-                samples = encoded.find(earlier | {key_hash(key): key for key in requested})
-                if erase:
-                    work.append(encoded.erase)
+            request.hashes = add_removed(uri, request.hashes)  # Each data set rejects what the ones before it reject.
+            samples, change = (_Encoded if kind == data_set.ENCODED else _Prepared)(uri).mark(request)
             add_marks(uri, data_set.REMOVED_SAMPLES, ((sample.folder, [sample.index]) for sample in samples))
             found |= {sample.key for sample in samples}
+            work.append(change)
         # Prepared data at the end: copies are found again by rows that are not rejected yet.
         num_rewritten = sum(change() for change in reversed(work))
-    absent = sorted(requested - found)
+    absent = sorted(request.keys - found)
     if absent:
         logger.warning(
             "%s does not hold %d of the keys (such as %s); later scans reject them",
@@ -187,7 +176,7 @@ def take_down(
     return Takedown(
         marks=read_marks(dataset),
         absent=absent,
-        copies=sorted(copied - requested),
+        copies=sorted(request.copied - request.keys),
         num_rewritten=num_rewritten,
     )
 
@@ -212,12 +201,28 @@ class _Prepared:
         self._selections = read_selections(uri, len(self._manifest.generations))
         self._num_tasks = self._selections[-1].stop
         self._tasks = {
-            part: task
+            partition: task
             for selection in self._selections
             for task, windows in enumerate(selection.tasks, start=selection.first_task)
             for window in windows
-            for part in window
+            for partition in window
         }
+
+    def mark(self, request: _Request) -> tuple[list[_Sample], Callable[[], int]]:
+        """Find the samples to mark; return them, and what changes the files and counts the shards it rewrites."""
+        uri = self._uri
+        rows, earlier = _find_keys(uri, request.keys, marked=request.erase)
+        request.earlier |= earlier
+        request.hashes = add_removed(uri, _hashes_of(rows, like=request.keys if request.near else ()))
+        copies = _find_copies(uri, request.hashes, rows)
+        samples, copied = self._find(rows), self._find(copies)
+        request.copied = {sample.key for sample in copied}
+        if request.copies:
+            request.keys |= request.copied
+            request.hashes = add_removed(uri, [removal_hash(row["key"]) for row in copies.values()])
+            rows |= copies
+            samples += copied
+        return samples, partial(self.reject, rows, erase=request.erase)
 
     def reject(self, rows: _Rows, *, erase: bool) -> int:
         """Reject rows of the metadata, and erase what they hold; return how many shards were rewritten.
@@ -233,18 +238,18 @@ class _Prepared:
         _reject_rows(self._uri, new, erase=False)
         return self._erase(rows) if erase else 0
 
-    def find(self, rows: _Rows) -> list[_Sample]:
+    def _find(self, rows: _Rows) -> list[_Sample]:
         """Find the samples of some rows by the positions of the tasks that wrote them."""
         tasks = self._tasks_of(rows)
         starts = {
             (folder, shard_stem(shard.raw.name)): first
             for folder in (self._manifest.folders if tasks else ())
-            for first, shard, _ in shards_with_indices(read_shards(storage.join(self._uri, folder)))
+            for first, shard, _ in shards_with_indices(read_index(storage.join(self._uri, folder)).shards)
         }
         samples = []
-        for task, parts in tasks.items():
+        for task, partitions in tasks.items():
             table = read_table(storage.join(self._uri, data_set.POSITIONS, positions_name(task)))
-            for one in table.filter(pc.field("part").isin(list(parts))).to_pylist():
+            for one in table.filter(pc.field("part").isin(list(partitions))).to_pylist():
                 if row := rows.get((one["part"], one["row"])):
                     folder = f"{one['split']}/{one['bucket']}"
                     index = starts[folder, shard_stem(one["shard"])] + one["index"]
@@ -272,29 +277,32 @@ class _Prepared:
     def _tasks_of(self, rows: _Rows) -> dict[int, set[int]]:
         """Return the partitions with some rows by the task that wrote them."""
         tasks: dict[int, set[int]] = {}
-        for part, _ in rows:
-            if part in self._tasks:
-                tasks.setdefault(self._tasks[part], set()).add(part)
+        for partition, _ in rows:
+            if partition in self._tasks:
+                tasks.setdefault(self._tasks[partition], set()).add(partition)
         return tasks
 
 
 _KNOWN = ("key", "key_hash", "xxh128", "phash", "reason")
 
 
-def _find_keys(dataset: str, keys: Collection[str], *, marked: bool = False) -> _Rows:
-    """Find images by their keys, and those that are marked and not erased yet."""
+def _find_keys(dataset: str, keys: Collection[str], *, marked: bool = False) -> tuple[_Rows, dict[int, str]]:
+    """Find images by their keys, and those that are marked and not erased yet.
+
+    Returns:
+        Their rows; and by hash the keys of all that were removed before, if they are marked: empty once erased.
+    """
     if not keys and not marked:
-        return {}
+        return {}, {}
     hashes = np.array([key_hash(key) for key in keys], np.uint64)
 
     def matches(table: pa.Table) -> NDArray[np.bool_]:
         return np.isin(table["key_hash"], hashes) | (marked & _is_removed(table))
 
-    return {
-        number: row
-        for number, row in _find_rows(dataset, ["key_hash", "reason"], matches).items()
-        if row["key"] in keys or (marked and row["key"] and row["reason"] == Reason.REMOVED.value)
-    }
+    found = _find_rows(dataset, ["key_hash", "reason"], matches)
+    removed = {number: row for number, row in found.items() if marked and row["reason"] == Reason.REMOVED.value}
+    rows = {number: row for number, row in found.items() if row["key"] in keys or (row["key"] and number in removed)}
+    return rows, {row["key_hash"]: row["key"] for row in removed.values()}
 
 
 def _is_removed(table: pa.Table) -> NDArray[np.bool_]:
@@ -340,9 +348,9 @@ def _hashes_of(rows: _Rows, *, like: Collection[str] = ()) -> set[str]:
 
 def _reject_rows(dataset: str, rows: _Rows, *, erase: bool) -> None:
     """Reject rows of the metadata as removed; erase what they hold, and their scores before."""
-    parts: dict[int, list[int]] = {}
-    for part, row in rows:
-        parts.setdefault(part, []).append(row)
+    rows_of: dict[int, list[int]] = {}
+    for partition, row in rows:
+        rows_of.setdefault(partition, []).append(row)
     if rows:
         clear_folders(dataset, data_set.PACKED)
     # A column may be a link to its folder.
@@ -351,17 +359,17 @@ def _reject_rows(dataset: str, rows: _Rows, *, erase: bool) -> None:
     entries = storage.read_json(storage.join(dataset, data_set.SCAN))["partitions"] if rows else ()
     files = {entry["number"]: entry["file"] for entry in entries}
 
-    def reject(part: int) -> None:
-        uri = storage.join(dataset, data_set.METADATA, part_name(part))
+    def reject(partition: int) -> None:
+        uri = storage.join(dataset, data_set.METADATA, part_name(partition))
         if not erase:
-            _change_rows(uri, parts[part], lambda row: {**row, "reason": Reason.REMOVED.value})
+            _change_rows(uri, rows_of[partition], lambda row: {**row, "reason": Reason.REMOVED.value})
             return
         for column in columns:
-            if storage.exists(of_column := storage.join(scores, column, part_name(part))):
-                _change_rows(of_column, parts[part], dict.fromkeys)
-        _change_rows(uri, parts[part], lambda row: removed_row(row, files[part]))
+            if storage.exists(of_column := storage.join(scores, column, part_name(partition))):
+                _change_rows(of_column, rows_of[partition], dict.fromkeys)
+        _change_rows(uri, rows_of[partition], lambda row: removed_row(row, files[partition]))
 
-    for _ in storage.concurrent_map(reject, parts):
+    for _ in storage.concurrent_map(reject, rows_of):
         pass
 
 
@@ -370,7 +378,7 @@ def _erase_listings(dataset: str) -> None:
     removed = Removed.read(dataset)
     scan = storage.read_json(storage.join(dataset, data_set.SCAN))
     names = {one["number"]: scan["sources"][one["source"]]["name"] for one in scan["partitions"]}
-    for number in part_numbers(storage.join(dataset, data_set.LISTINGS)):
+    for number in file_numbers(storage.join(dataset, data_set.LISTINGS)):
         uri = storage.join(dataset, data_set.LISTINGS, part_name(number))
         if number not in names:  # A growth stopped before scan.json named it; it is listed again.
             storage.delete([uri])
@@ -445,10 +453,11 @@ class _Encoded:
         self._uri = uri
         counts = storage.read_json(storage.join(uri, data_set.MANIFEST))["counts"]
         folders = [check_folder(f"{split}/{bucket}") for split, buckets in counts.items() for bucket in buckets]
-        self._shards = {folder: read_shards(storage.join(uri, folder)) for folder in folders}
+        self._shards = {folder: read_index(storage.join(uri, folder)).shards for folder in folders}
 
-    def find(self, keys: Mapping[int, str]) -> list[_Sample]:
-        """Find samples by the hashes of their keys."""
+    def mark(self, request: _Request) -> tuple[list[_Sample], Callable[[], int]]:
+        """Find the samples to mark by the hashes of their keys; return as `_Prepared.mark` does."""
+        keys = request.earlier | {key_hash(key): key for key in request.keys}
         wanted = pa.array(list(keys), pa.uint64())
         samples = []
         for folder, shards in self._shards.items() if keys else ():
@@ -456,7 +465,7 @@ class _Encoded:
             for (first, *_), known in zip(shards_with_indices(shards), found, strict=True):
                 numbers = np.flatnonzero(pc.is_in(known, wanted))  # pyright: ignore[reportAttributeAccessIssue]
                 samples += [_Sample(keys[known[number].as_py()], folder, first + int(number)) for number in numbers]
-        return samples
+        return samples, self.erase if request.erase else lambda: 0
 
     def erase(self) -> int:
         """Erase the marked samples whose keys are there; return how many shards were rewritten."""

@@ -51,7 +51,7 @@ from diffusion.formats.shards import (
     ShardFormat,
     encode_sample,
     encode_shard,
-    read_shards,
+    read_index,
     write_index,
 )
 from diffusion.preparation.engine import Workers, progress_bar, run
@@ -59,8 +59,8 @@ from diffusion.preparation.layout import (
     CAPTIONS,
     GENERATED_CAPTIONS,
     LOCATION,
+    file_numbers,
     part_name,
-    part_numbers,
     positions_name,
     read_table,
     write_table,
@@ -97,7 +97,7 @@ class WriteTask:
     generation: int
     windows: list[list[int]]
     """Partitions of each window, in order."""
-    parts: dict[int, tuple[Source, Partition]]
+    partitions: dict[int, tuple[Source, Partition]]
 
 
 def write(
@@ -138,13 +138,13 @@ def write(
     if finished is not None and len(finished.generations) == len(selections):
         return finished
     first_task = selections[num_finished].first_task
-    done = {task for task in part_numbers(storage.join(out, POSITIONS)) if task >= first_task}
+    done = {task for task in file_numbers(storage.join(out, POSITIONS)) if task >= first_task}
     tasks = (
         WriteTask(
             number=number,
             generation=selection.generation,
             windows=windows,
-            parts={part: scan.find(part) for window in windows for part in window},
+            partitions={partition: scan.find(partition) for window in windows for partition in window},
         )
         for selection in selections[num_finished:]
         for number, windows in enumerate(selection.tasks, start=selection.first_task)
@@ -153,7 +153,7 @@ def write(
     total = sum(selection.kept for selection in selections)
     written = sum(selection.kept for selection in selections[:num_finished])
     written += sum(shard.num_samples for listed in read_task_shards(out, sorted(done)) for _, shard in listed)
-    captioned = part_numbers(storage.join(out, SCORES, CAPTIONS))  # By the captioner, or by another tool.
+    captioned = file_numbers(storage.join(out, SCORES, CAPTIONS))  # By the captioner, or by another tool.
     make = functools.partial(_Writer, out, dict(settings), captioned, scratch)
     with progress_bar("writing", total, initial=written, shown=progress) as bar:
         for num_samples in run(workers, make, tasks, describe=_describe):
@@ -167,7 +167,7 @@ def write(
 
 
 def _describe(task: WriteTask) -> str:
-    names = [source.describe(partition) for source, partition in task.parts.values()]
+    names = [source.describe(partition) for source, partition in task.partitions.values()]
     return " or ".join(names[:2]) + (f" or {len(names) - 2} more" if len(names) > 2 else "")
 
 
@@ -217,7 +217,7 @@ def discard_growth(out: str, start: int, stop: int, first_task: int) -> None:
 
 def _discard_written(out: str, generation: int, first_task: int) -> None:
     """Remove what was written of a generation and of those after it, from its first task on; earlier ones stay."""
-    tasks = part_numbers(storage.join(out, POSITIONS))
+    tasks = file_numbers(storage.join(out, POSITIONS))
     storage.delete(storage.join(out, POSITIONS, positions_name(task)) for task in tasks if task >= first_task)
     write_indexes(out, first_task)
     uri = storage.join(out, IDENTITIES)
@@ -289,7 +289,7 @@ class _Writer:
 
     def __call__(self, task: WriteTask) -> int:
         """Write the shards and the positions of a task; return how many samples they hold."""
-        self._parts, self._shards = task.parts, _Shards(self._out, task.number, self._format, self._scratch)
+        self._partitions, self._shards = task.partitions, _Shards(self._out, task.number, self._format, self._scratch)
         kept = kept_rows(self._out, task.generation, task.number)
         for window in task.windows:
             samples: list[_Sample] = []
@@ -315,7 +315,7 @@ class _Writer:
         """Read the kept images of a partition."""
         if not kept:
             return
-        source, partition = self._parts[part]
+        source, partition = self._partitions[part]
         rows = self._metadata(part, [one["row"] for one in kept])
         if any(row["reason"] == Reason.REMOVED.value for row in rows):
             raise DataError(f"{METADATA}/{part_name(part)}: a selected image was removed since; run the stage select")
@@ -443,13 +443,13 @@ def write_indexes(
         DataError: the shards hold another number of samples; nothing was changed.
     """
     folders = finished.folders if finished else []
-    indexes = storage.concurrent_map(lambda folder: read_shards(storage.join(out, folder)), folders)
+    indexes = storage.concurrent_map(lambda folder: read_index(storage.join(out, folder)), folders)
     shards = {
-        folder: [shard for shard in known if task_of(shard.raw.name) < first_task]
-        for folder, known in zip(folders, indexes, strict=True)
+        folder: [shard for shard in index.shards if task_of(shard.raw.name) < first_task]
+        for folder, index in zip(folders, indexes, strict=True)
     }
     later = set[str]()
-    tasks = sorted(task for task in part_numbers(storage.join(out, POSITIONS)) if task >= first_task)
+    tasks = sorted(task for task in file_numbers(storage.join(out, POSITIONS)) if task >= first_task)
     for task, listed in zip(tasks, read_task_shards(out, tasks), strict=True):
         for folder, shard in listed:
             if task < num_tasks:

@@ -26,7 +26,7 @@ from diffusion.checkpointing.layout import (
     list_checkpoints,
     remove_checkpoint,
 )
-from diffusion.checkpointing.read import UnsafeCheckpointError, read_checksums, read_index, read_weights
+from diffusion.checkpointing.read import UnsafeCheckpointError, read_checksums, read_metadata, read_weights
 from diffusion.checkpointing.resume import checkpoint_storage, find_resumption
 from diffusion.config.loading import load
 from diffusion.config.model import Weights
@@ -324,7 +324,7 @@ def test_an_index_names_files_of_its_own_folder_only(trained, tmp_path, place):
     next(iter(metadata.storage_data.values())).relative_path = place
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(UnsafeCheckpointError, match="outside of its folder"):
-        read_index(checkpoint)
+        read_metadata(checkpoint)
     with pytest.raises(UnsafeCheckpointError, match="outside of its folder"):
         load_model(checkpoint)
 
@@ -347,7 +347,7 @@ def test_an_index_names_files_of_its_own_folder_only(trained, tmp_path, place):
 def test_an_index_can_only_be_an_index(tmp_path, opcodes):
     (tmp_path / ".metadata").write_bytes(opcodes)
     with pytest.raises(DataError, match="is not the index of a checkpoint"):
-        read_index(tmp_path)
+        read_metadata(tmp_path)
 
 
 def test_an_intact_file_of_another_pickle_protocol_is_not_called_damaged(tmp_path):

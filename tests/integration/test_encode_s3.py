@@ -9,7 +9,7 @@ from diffusion.config.data import Representation, StreamConfig
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.loader import train_loader
 from diffusion.errors import DataError
-from diffusion.formats.shards import read_shards
+from diffusion.formats.shards import read_index
 from tests.tools.faulty_proxy import FaultyProxy, proxy
 from tests.tools.s3_server import S3Server, object_file, s3_process, s3_server, upload
 from tests.tools.training_runs import TrainingServer
@@ -87,7 +87,7 @@ def test_killed_and_continued_in_a_store(
     server.command(0, ["scripts/encode.py", prepared, out, *OPTIONS])
     server.command(0, ["scripts/encode.py", str(tmp_path / "prepared"), str(tmp_path / "out"), *OPTIONS])
     assert content(out) == content(str(tmp_path / "out"))
-    assert len(read_shards(f"{out}/train/32-64")) == 20
+    assert len(read_index(f"{out}/train/32-64").shards) == 20
 
 
 def test_trained_from_a_store(s3_server: S3Server, tmp_path: Path) -> None:

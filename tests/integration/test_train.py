@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from diffusion.checkpointing.find import resolve_checkpoint
-from diffusion.checkpointing.read import read_config
+from diffusion.checkpointing.read import read_config_values
 from diffusion.config.model import Weights
 from diffusion.formats.run_folder import read_metrics, series
 from diffusion.loading import load_model
@@ -90,7 +90,8 @@ def test_losses_and_weights_do_not_depend_on_ranks_microbatches_or_interruptions
 
 def test_a_checkpoint_says_what_it_was_trained_as(runs):
     for name in ("fsdp-1", "ddp-1"):
-        assert "prediction_type: v_prediction" in read_config(resolve_checkpoint(str(runs[name])))
+        values = read_config_values(resolve_checkpoint(str(runs[name])))
+        assert values["objective"]["prediction_type"] == "v_prediction"
 
 
 def test_a_loaded_model_generates_what_the_run_sampled(runs):

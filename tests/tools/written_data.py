@@ -17,7 +17,6 @@ from diffusion.formats.shards import (
     encode_sample,
     encode_shard,
     read_index,
-    read_shards,
     shard_name,
     write_index,
 )
@@ -86,7 +85,7 @@ def append_prepared(
 ) -> None:
     """Append shards of some samples each to ROOT/<split>/<bucket>, and write the manifest, as a growth does."""
     shards = ShardFormat.of(PREPARED, compression=compression)
-    entries = read_shards(folder) if folder.is_dir() else []
+    entries = read_index(folder).shards if folder.is_dir() else []
     folder.mkdir(parents=True, exist_ok=True)
     for start in range(0, len(samples), per_shard):
         encoded = [encode_sample(sample, PREPARED) for sample in samples[start : start + per_shard]]
@@ -102,7 +101,7 @@ def write_prepared_manifest(root: Path) -> None:
     splits: dict[str, dict[str, BucketEntry]] = {}
     for index_file in sorted(root.glob("*/*/index.json")):
         folder = index_file.parent
-        splits.setdefault(folder.parent.name, {})[folder.name] = read_index(folder)
+        splits.setdefault(folder.parent.name, {})[folder.name] = read_index(folder).summary
     PreparedManifest(
         sources=[],
         settings={"buckets": {"edges": [16, 32]}, "validation_fraction": 0.0, "seed": 0},

@@ -2,7 +2,6 @@
 
 import hashlib
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +30,7 @@ from diffusion.datasets.streams import (
 )
 from diffusion.distributed import agree, broadcast, local_rank, local_world_size, on_first_rank, world_size
 from diffusion.errors import ConfigurationError, DataError, MachineError, UserError
-from diffusion.formats.shards import INDEX, read_index, read_shards
+from diffusion.formats.shards import INDEX, check_sizes, read_index
 from diffusion.models.tokenizers import caption_tokenizer, num_full
 from diffusion.operations.checks.machine import existing
 from diffusion.operations.checks.verdicts import Verdict, log_and_raise, ok, on_each_machine, problem, warning
@@ -301,10 +300,11 @@ def check_files(location: StreamLocation, timeout: float, *, deep: bool) -> None
     if is_url(location.source):
         return
     folder = Path(location.source)
-    read_index(folder)
+    shards = read_index(folder).shards
+    check_sizes(folder, shards)
     if deep:
         damaged = []
-        for shard in tqdm(read_shards(folder), desc=str(folder), unit=" shards"):
+        for shard in tqdm(shards, desc=str(folder), unit=" shards"):
             try:
                 found = shard.stored.find_damage(folder)
             except OSError as error:
@@ -318,11 +318,8 @@ def check_files(location: StreamLocation, timeout: float, *, deep: bool) -> None
 
 def read_source_index(location: StreamLocation, *, timeout: float, attempts: int = 1) -> bytes:
     """Read the index of a stream's original; a UserError if it cannot be read."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, INDEX)
-        access = replace(location.access, attempts=attempts, timeout=timeout)
-        storage.download(join(location.source, INDEX), path, access=access)
-        return path.read_bytes()
+    access = replace(location.access, attempts=attempts, timeout=timeout)
+    return storage.fetch(join(location.source, INDEX), access)
 
 
 def index_hashes(config: Config) -> dict[str, str]:

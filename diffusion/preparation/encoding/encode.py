@@ -27,7 +27,7 @@ from diffusion.datasets.transforms import ImageTransform
 from diffusion.distributed import agree, has_process_group, on_first_rank
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.formats.data_set import MANIFEST, PreparedManifest, read_marks
-from diffusion.formats.shards import Shard, read_index, read_shards, shards_with_indices
+from diffusion.formats.shards import Shard, check_sizes, read_index, shards_with_indices
 from diffusion.models.latents import latent_space
 from diffusion.preparation.encoding.models import EncodingModels, Load
 from diffusion.preparation.encoding.output import EncodingSettings, Output, ShardTask
@@ -172,10 +172,12 @@ def _plan_outputs(
     for split, buckets in PreparedManifest.read(prepared).splits.items():
         for bucket, entry in buckets.items():
             uri = join(prepared, split, bucket)
-            if read_index(uri).sha256 != entry.sha256:
+            index = read_index(uri)
+            check_sizes(uri, index.shards)
+            if index.summary.sha256 != entry.sha256:
                 where = shown(join(prepared, MANIFEST))
                 raise DataError(f"{shown(uri)} is not what {where} says: copy or prepare the data set again")
-            folders[f"{split}/{bucket}"] = read_shards(uri)
+            folders[f"{split}/{bucket}"] = index.shards
     source = hashlib.sha256(storage.read(join(prepared, MANIFEST))).hexdigest()
     names = sorted({name.split("/")[1] for name in folders})
     squares = [name for name in names if not named_size(name)]

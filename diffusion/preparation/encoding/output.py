@@ -19,7 +19,7 @@ from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
 from diffusion.formats import data_set
 from diffusion.formats.data_set import add_marks, delete_unnamed
-from diffusion.formats.shards import SampleDecoder, Shard, check_files, read_shard, read_shards, write_index
+from diffusion.formats.shards import SampleDecoder, Shard, check_sizes, read_index, read_shard, write_index
 from diffusion.preparation.metadata import key_hash
 from diffusion.preparation.output import check_empty, clear_folders
 from diffusion.preparation.positions import read_key_hashes
@@ -179,7 +179,7 @@ class Output:
             marks[data_set.REMOVED_SAMPLES].append((name, [i for i in removed.get(name, []) if i < first]))
             shards[name] = [shard for record in records for shard in record.shards]
             if len(records) > len(self.known.get(name, ())):
-                check_files(join(uri, name), shards[name])
+                check_sizes(join(uri, name), shards[name])
                 write_index(join(uri, name), shards[name])
             sources[name] = [
                 {"source": record.source, "samples": record.samples, "parts": len(record.shards)} for record in records
@@ -267,7 +267,7 @@ def _read_known(uri: str, counts: dict[str, dict[str, int]]) -> dict[str, list[S
         for split, buckets in counts.items():
             for bucket, count in buckets.items():
                 name = f"{split}/{bucket}"
-                there, shards = iter(read_shards(join(uri, name))), iter(recorded.get(name, ()))
+                there, shards = iter(read_index(join(uri, name)).shards), iter(recorded.get(name, ()))
                 known[name] = []
                 while count > 0:
                     one = next(shards)

@@ -29,7 +29,7 @@ from diffusion.datasets.loader import BatchLoader, train_loader, validation_data
 from diffusion.datasets.streams import StreamLocation
 from diffusion.errors import DataError, MachineError
 from diffusion.formats import shards as shards_module
-from diffusion.formats.shards import read_shards, write_index
+from diffusion.formats.shards import read_index, write_index
 from tests.tools.waiting import wait_until
 from tests.tools.written_data import TEXT, data_config, encoded_sample, tokenize, write_encoded, write_prepared
 
@@ -268,7 +268,7 @@ def test_a_damaged_shard_in_the_cache_is_fetched_again(tmp_path: Path, damage: A
 
 def test_a_damaged_offset_table_without_hashes_is_one_error(tmp_path: Path) -> None:
     root = write_encoded(tmp_path, {"a": 40})
-    shards = [shard._replace(raw=shard.raw._replace(hashes={})) for shard in read_shards(root / "a")]
+    shards = [shard._replace(raw=shard.raw._replace(hashes={})) for shard in read_index(root / "a").shards]
     write_index(root / "a", shards)
     assert len(latents(open_loader(root))) == 40
     shard = move_offset(root)

@@ -12,7 +12,7 @@ from diffusion.datasets.loader import BatchLoader, train_loader
 from diffusion.datasets.sample_order import NUM_INDEX_BITS, NUM_OCCURRENCE_BITS, sample_address
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
-from diffusion.formats.shards import SampleDecoder, ShardFiles, read_shard_index, read_shards, write_index
+from diffusion.formats.shards import SampleDecoder, ShardFiles, read_index, write_index
 from diffusion.randomness import Purpose, random_word
 from tests.tools.written_data import (
     PREPARED,
@@ -275,7 +275,7 @@ def test_an_mds_folder_of_another_tool(tmp_path: Path) -> None:
     entries = []
     for part in range(2):
         write_mds(tmp_path / "b" / f"{part}", columns, samples[8 * part : 8 * part + 8])
-        for entry in read_shards(tmp_path / "b" / f"{part}"):
+        for entry in read_index(tmp_path / "b" / f"{part}").shards:
             entries.append(entry._replace(raw=entry.raw._replace(name=f"{part}/{entry.raw.name}")))
         (tmp_path / "b" / f"{part}" / "index.json").unlink()
     write_index(tmp_path / "b", entries)
@@ -285,7 +285,7 @@ def test_an_mds_folder_of_another_tool(tmp_path: Path) -> None:
             np.testing.assert_array_equal(
                 dataset[number][BatchKey.IMAGE], ImageTransform.square(16)(smooth_image(number))
             )
-    index = read_shard_index(tmp_path / "b" / "index.json")
+    index = read_index(tmp_path / "b")
     decoder = SampleDecoder(index.shards[0].format, {"score", "size", "captions", "metadata"})
     sample = decoder(ShardFiles().read(str(tmp_path / "b" / index.shards[0].raw.name), 0))
     assert sample == {"captions": ["0 b 0"], "metadata": {}, "score": 0.5, "size": 3}

@@ -13,11 +13,11 @@ from diffusion.formats.shards import (
     Shard,
     ShardFile,
     ShardFormat,
+    check_sizes,
     encode_sample,
     encode_shard,
     read_index,
     read_shard,
-    read_shards,
     shard_name,
     write_index,
 )
@@ -46,7 +46,7 @@ def test_what_is_written_is_read(tmp_path):
     write(folder, shard_bytes=600)
     stock = StreamingDataset(local=str(folder), shuffle=False, batch_size=1)
     assert [sample["number"] for sample in stock] == list(range(10))
-    index = read_index(folder)
+    index = read_index(folder).summary
     assert (index.num_samples, index.num_shards) == (10, 5)
     assert index.num_bytes == sum(path.stat().st_size for path in folder.glob("*.mds"))
 
@@ -68,7 +68,7 @@ def test_shards_written_one_by_one_are_those_of_streaming(tmp_path, compression)
     entry = write_shard(tmp_path / "ours", 0, encoded, shards)
     write_index(tmp_path / "ours", [entry])
     assert tree(tmp_path / "ours") == tree(tmp_path / "theirs")
-    (found,) = read_shards(tmp_path / "ours")
+    (found,) = read_index(tmp_path / "ours").shards
     assert (found, found.format) == (entry, shards)
     assert read_shard(tmp_path / "ours", found) == encoded
     decoded = SampleDecoder(shards)(encoded[3])
@@ -81,7 +81,7 @@ def test_a_shard_that_grows_beyond_its_index_does_not_fill_the_memory(tmp_path):
     layout = ShardFormat.of(columns, compression="zstd:3")
     (tmp_path / file.name).write_bytes(content)
     write_index(tmp_path, [Shard(1, ShardFile("shard.00000.mds", 100, {}), file, layout)])
-    (shard,) = read_shards(tmp_path)
+    (shard,) = read_index(tmp_path).shards
     tracemalloc.start()
     with pytest.raises(DataError, match="more instead of 100 bytes"):
         read_shard(tmp_path, shard)
@@ -95,18 +95,19 @@ def test_damage_is_named(tmp_path):
     with pytest.raises(DataError, match=r"index\.json"):
         read_index(tmp_path)
     write(tmp_path / "a", shard_bytes=600)
+    shards = read_index(tmp_path / "a").shards
     shard = tmp_path / "a" / "shard.00001.mds"
     content = shard.read_bytes()
     shard.write_bytes(content[:-1])
     with pytest.raises(DataError, match=f"shard.00001.mds has {len(content) - 1} bytes instead of {len(content)}"):
-        read_index(tmp_path / "a")
+        check_sizes(tmp_path / "a", shards)
     for damaged in (content[:-1], content[:-1] + bytes([content[-1] ^ 1])):
         shard.write_bytes(damaged)
         with pytest.raises(DataError, match=r"shard\.00001\.mds"):
-            read_shard(tmp_path / "a", read_shards(tmp_path / "a")[1])
+            read_shard(tmp_path / "a", shards[1])
     shard.unlink()
     with pytest.raises(DataError, match=r"shard.00001.mds is missing"):
-        read_index(tmp_path / "a")
+        check_sizes(tmp_path / "a", shards)
     (tmp_path / "a" / "index.json").write_text('{"shards": [{}]}')
     with pytest.raises(DataError, match="not the index of an MDS folder"):
         read_index(tmp_path / "a")
@@ -115,7 +116,7 @@ def test_damage_is_named(tmp_path):
 def test_hash_of_the_index_follows_the_content(tmp_path):
     for name, num in (("a", 10), ("b", 10), ("c", 9)):
         write(tmp_path / name, num)
-    hashes = {name: read_index(tmp_path / name).sha256 for name in "abc"}
+    hashes = {name: read_index(tmp_path / name).summary.sha256 for name in "abc"}
     assert hashes["a"] == hashes["b"] != hashes["c"]
 
 

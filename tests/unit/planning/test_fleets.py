@@ -45,9 +45,9 @@ def budgets():
 
 def test_days_and_cost_of_every_published_fleet(budgets):
     for num_gpus, (days, cost) in PUBLISHED.items():
-        assert budgets[num_gpus].days == pytest.approx(days, abs=0.005)
-        assert budgets[num_gpus].cost == pytest.approx(cost, rel=1e-4)
-        assert budgets[num_gpus].gpu_hours == pytest.approx(24 * num_gpus * budgets[num_gpus].days)
+        assert budgets[num_gpus].totals["days"] == pytest.approx(days, abs=0.005)
+        assert budgets[num_gpus].totals["cost"] == pytest.approx(cost, rel=1e-4)
+        assert budgets[num_gpus].totals["gpu_hours"] == pytest.approx(24 * num_gpus * budgets[num_gpus].totals["days"])
         assert [plan.num_images for plan in budgets[num_gpus].plans] == [1_126_400_000, 1_740_800_000]
 
 
@@ -57,8 +57,8 @@ def test_a_fleet_without_a_price():
     fleet = Fleet(name="128 A100", num_gpus=128, images_per_second={256: 1.8 * 2048})
     budget = make_budget([config], [fleet], failures=FAILURES)
     assert budget.plans[0].images_per_second == pytest.approx(3_686.4)
-    assert budget.days == pytest.approx(14)
-    assert budget.cost is None
+    assert budget.totals["days"] == pytest.approx(14)
+    assert budget.totals["cost"] is None
 
 
 def test_other_resolutions_and_networks_go_by_operations():
@@ -84,15 +84,16 @@ def test_storage_and_egress_add_to_it(budgets):
     assert first.tiers.data_bytes == pytest.approx(13.2e12, rel=0.01)
     months = [(plan.days or 0) / 30.4375 for plan in (first, second)]
     held = [((plan.tiers.data_bytes or 0) + (plan.checkpoints.kept_bytes or 0)) / 1e12 for plan in (first, second)]
-    assert budget.storage_cost == pytest.approx(23 * sum(a * b for a, b in zip(months, held, strict=True)))
-    assert budget.egress_cost == pytest.approx(
+    assert budget.totals["storage_cost"] == pytest.approx(23 * sum(a * b for a, b in zip(months, held, strict=True)))
+    assert budget.totals["egress_cost"] == pytest.approx(
         90 * 790e6 * (first.tiers.sample_bytes + (second.tiers.sample_bytes or 0)) / 1e12
     )
-    assert budget.cost == pytest.approx(
-        (budgets[128].cost or 0) + (budget.storage_cost or 0) + (budget.egress_cost or 0)
+    assert budget.totals["cost"] == pytest.approx(
+        (budgets[128].totals["cost"] or 0) + (budget.totals["storage_cost"] or 0) + (budget.totals["egress_cost"] or 0)
     )
     without_remote = recipe("plan.num_samples=790000000")
-    assert make_budget(without_remote, A100_FLEETS[-1:] * 2, failures=FAILURES, egress_per_tb=90).egress_cost == 0
+    budget = make_budget(without_remote, A100_FLEETS[-1:] * 2, failures=FAILURES, egress_per_tb=90)
+    assert budget.totals["egress_cost"] == 0
 
 
 def test_a_table_of_nothing_but_unknowns_is_left_out(budgets):
@@ -152,7 +153,7 @@ def test_a_fleet_for_each_run_costs_what_each_costs_alone(budgets):
     assert mixed.runs == [budgets[32].runs[0], budgets[128].runs[1]]
     assert mixed.name == "phase1 on 32 A100, phase2 on 128 A100"
     first, second = mixed.runs
-    assert first.cost is not None and second.cost is not None and mixed.cost == first.cost + second.cost
+    assert mixed.totals["cost"] == (first.cost or 0) + (second.cost or 0) > 0
     assert fleet_called("32xa100", A100_FLEETS) is small and fleet_called("32 A100", A100_FLEETS) is small
     with pytest.raises(ConfigurationError, match="32xH200"):
         fleet_called("32xH200", A100_FLEETS)

@@ -25,7 +25,6 @@ from diffusion.formats.shards import (
     encode_shard,
     read_index,
     read_shard,
-    read_shards,
     write_index,
 )
 from diffusion.models.pretrained import load_language_model
@@ -74,7 +73,7 @@ def erase(prepared: Path, *indices: int) -> None:
     marks = prepared / "withdrawn.json"
     known = json.loads(marks.read_text())["train/32-64"] if marks.is_file() else []
     write_json(marks, {"train/32-64": sorted({*known, *indices})})
-    entries, first = read_shards(folder), 0
+    entries, first = read_index(folder).shards, 0
     for number, entry in enumerate(entries):
         inside = {index - first for index in indices if first <= index < first + entry.num_samples}
         first += entry.num_samples
@@ -207,7 +206,7 @@ def test_what_prepared_data_grew_by_is_added(tmp_path: Path) -> None:
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in before} == before
     run(prepared, tmp_path / "anew")
     assert digests(out) == digests(tmp_path / "anew")
-    counts = [[shard.num_samples for shard in read_shards(root / "train/32-64")] for root in (prepared, out)]
+    counts = [[shard.num_samples for shard in read_index(root / "train/32-64").shards] for root in (prepared, out)]
     assert counts[0] == counts[1], "shards begin where the prepared ones begin"
     shutil.rmtree(prepared)
     grow(prepared, 40, 20)
@@ -337,7 +336,7 @@ def test_a_shard_that_is_too_large_is_cut(tmp_path: Path) -> None:
     options: dict[str, Any] = {"models": MODELS, "resolutions": [32], "batch_size": 4, "max_shard_bytes": 2**13}
     (manifest,) = encode(prepared, out, **options)
     assert manifest == whole
-    assert [read_index(root / "train/32-64").num_shards for root in (tmp_path / "whole", out)] == [1, 9]
+    assert [len(read_index(root / "train/32-64").shards) for root in (tmp_path / "whole", out)] == [1, 9]
     assert all(path.stat().st_size <= 2**13 for path in out.rglob("*.mds"))
     assert keys(out / "train/32-64") == keys(tmp_path / "whole/train/32-64")
     before = digests(out)

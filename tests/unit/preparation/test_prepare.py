@@ -640,7 +640,7 @@ def test_shards_that_no_position_names_are_not_left_out(tmp_path, monkeypatch):
         prepare([tmp_path / "set"], out, edges=[16])
     before = tree(out)
     with monkeypatch.context() as patch, pytest.raises(DataError, match="0 samples instead of 6"):
-        patch.setattr("diffusion.preparation.write.part_numbers", Mock(side_effect=[set(range(1)), set(), set()]))
+        patch.setattr("diffusion.preparation.write.file_numbers", Mock(side_effect=[set(range(1)), set(), set()]))
         prepare([tmp_path / "set"], out, edges=[16])
     assert shards(tree(out)) == shards(before)
     assert prepare([tmp_path / "set"], out, edges=[16]).kept == 6

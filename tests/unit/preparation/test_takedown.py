@@ -137,7 +137,7 @@ def test_other_samples_stay_as_they_were(data):
     assert found.num_rewritten == sum(".r1.mds" in name for name in tree(Path(data.out)))
     for split, buckets in PreparedManifest.read(data.out).splits.items():
         for bucket, entry in buckets.items():
-            assert read_index(Path(data.out, split, bucket)) == entry
+            assert read_index(Path(data.out, split, bucket)).summary == entry
     before = tree(Path(data.out))
     assert take_down(data.out, asked, erase=True).num_rewritten == 0
     assert tree(Path(data.out)) == before
@@ -208,7 +208,7 @@ def test_stopped_at_any_write_and_continued(data, monkeypatch, step):
     assert blank == {(place, i) for place, indices in marks.items() for i in indices}
     for split, buckets in PreparedManifest.read(data.out).splits.items():
         for bucket, entry in buckets.items():
-            assert read_index(Path(data.out, split, bucket)) == entry
+            assert read_index(Path(data.out, split, bucket)).summary == entry
 
 
 def test_data_can_grow_after_an_erasure(data):

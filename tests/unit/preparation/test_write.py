@@ -8,7 +8,7 @@ import pytest
 
 from diffusion.errors import DataError
 from diffusion.formats.data_set import PreparedManifest
-from diffusion.formats.shards import encode_shard, read_shards
+from diffusion.formats.shards import encode_shard, read_index
 from diffusion.preparation import write as module
 from diffusion.preparation.write import COLUMNS
 from tests.tools.image_files import tree
@@ -57,7 +57,7 @@ def test_shards_are_as_long_as_they_may_be(tmp_path):
     data.write()
     limit = 12_000
     for index in Path(data.out).glob("*/*/index.json"):
-        for task, entries in itertools.groupby(read_shards(index.parent), lambda one: one.raw.name[:11]):
+        for task, entries in itertools.groupby(read_index(index.parent).shards, lambda one: one.raw.name[:11]):
             listed = [entry.raw.num_bytes for entry in entries]
             assert all(size <= limit for size in listed)
             assert all(size + 3000 > limit for size in listed[:-1]), f"only the last of {task} may be shorter"
@@ -77,7 +77,7 @@ def test_samples_of_a_window_are_shuffled_and_windows_are_not_mixed(tmp_path):
 def test_what_is_carried_is_limited(tmp_path):
     data = build(tmp_path, (10,) * 8, tasks=[[[part] for part in range(8)]])
     data.write(shard_mb=1, window_mb=5_000 / 2**20)
-    sizes = [entry.num_samples for entry in read_shards(Path(data.out, "train", "24x32"))]
+    sizes = [entry.num_samples for entry in read_index(Path(data.out, "train", "24x32")).shards]
     assert len(sizes) > 3
 
 
@@ -152,7 +152,7 @@ def test_positions_find_each_sample(tmp_path):
     starts = {}
     for index in Path(data.out).glob("*/*/index.json"):
         first = 0
-        for entry in read_shards(index.parent):
+        for entry in read_index(index.parent).shards:
             starts["/".join(index.parts[-3:-1]), entry.raw.name] = first
             first += entry.num_samples
     rows = [
