@@ -201,8 +201,18 @@ def agree(step: Callable[[], T], *, takes_long: bool = False, group: Any = None)
 @functools.cache
 def _long_group(world: Any) -> Any:
     """A group of all ranks of a process group; it stays, since destroying one can hang (gloo)."""
+    return new_long_group()
+
+
+def new_long_group() -> Any:
+    """Make a group of all ranks whose operations may take `LONG_TIMEOUT`; collective.
+
+    The ranks meet before, with the timeout of training: in the making of the group, one that is lost would be awaited
+    for the long time, without an answer to signals.
+    """
     import torch.distributed as dist
 
+    dist.barrier()
     return dist.new_group(backend="gloo", timeout=LONG_TIMEOUT)
 
 

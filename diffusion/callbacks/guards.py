@@ -74,7 +74,7 @@ class LossGuard(Callback):
         if is_skipped := state.timestamp.batch.value in self._skipped:
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)
-        if self._skipped:
+        if self._skipped and min(self._skipped) <= state.timestamp.batch.value:
             logger.log_metrics({SKIPPED: int(is_skipped)})
 
     def batch_end(self, state: State, logger: Logger) -> None:

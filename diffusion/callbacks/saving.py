@@ -29,7 +29,7 @@ from diffusion.checkpointing.layout import remove_checkpoint, remove_copy, super
 from diffusion.checkpointing.read import load_safely
 from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.checkpointing.save import HostCopy, write_file, write_sharded
-from diffusion.distributed import LONG_TIMEOUT, agree, is_first_rank, local_rank, rank
+from diffusion.distributed import agree, is_first_rank, local_rank, new_long_group, rank
 from diffusion.errors import ConfigurationError, DataError, MachineError, UserError, explained_writes
 from diffusion.formats.run_folder import STALL
 from diffusion.optimizers import AdamW
@@ -141,7 +141,7 @@ class SaveCheckpoints(Callback):
         stem = f"ep{state.timestamp.epoch.value}-ba{self._last_step}"
         path = self.local / (stem if is_sharded else f"{stem}.pt")
         if self._group is None:
-            self._group = torch.distributed.new_group(backend="gloo", timeout=LONG_TIMEOUT)
+            self._group = new_long_group()
         content = _collect(state, is_sharded)
         if is_first:
             agree(lambda: _check_loadable(content.get("state", {})), group=self._group)

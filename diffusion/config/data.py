@@ -168,7 +168,7 @@ class DataConfig:
     """Read the text encoder's output from the data instead of computing it; only with `representation: latents` that
     were encoded with `--text-embeddings` (158 kB per caption of SD2)."""
 
-    caption_weights: list[float] | None = bounded(None, min=0)
+    caption_weights: list[float] | None = bounded(None, min=0, max=1e100)
     """Relative frequencies of an image's first, second ... caption, one of which is drawn in each epoch: `[1, 4]` takes
     the second of two (a captioner's, with `captioner.mode: beside` and one caption of the source) four times of five.
     Captions beyond the last weight are never drawn. Null: all alike."""

@@ -8,6 +8,7 @@ epoch. The position in the data is known to the main process of a rank only.
 
 import json
 import logging
+import math
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -192,7 +193,8 @@ class TextImageDataset(Dataset):
         if self.caption_weights is None:
             return (word * num_captions) >> 32
         ends = list(accumulate(self.caption_weights[:num_captions]))
-        return bisect_right(ends, word / 2**32 * ends[-1])
+        below = math.nextafter(ends[-1], 0.0)  # The product of tiny weights may be rounded up to their sum.
+        return bisect_right(ends, min(word / 2**32 * ends[-1], below))
 
     def _read_decodable(self, stream: int, index: int, epoch: int) -> tuple[dict[str, Any], Image.Image]:
         """Read a sample; in place of an undecodable one, the next decodable one of its stream."""

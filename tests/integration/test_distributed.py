@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from diffusion.distributed import (
     broadcast,
     gather,
     map_on_ranks,
+    new_long_group,
     num_cores,
     on_first_rank,
 )
@@ -68,6 +70,23 @@ def test_ranks_that_are_forked_leave_the_groups_of_their_parent_alone(tmp_path):
     agree(lambda: None, takes_long=True)
     dist.destroy_process_group()
     assert on_ranks(tmp_path, lambda rank: agree(lambda: rank, takes_long=True)) == [0, 1]
+
+
+@pytest.mark.world_size(2)
+def test_a_rank_that_is_lost_before_a_long_group_is_made_ends_the_other_one_at_once(tmp_path):
+    def step(rank: int) -> str:
+        if rank == 1:
+            os._exit(9)
+        with pytest.raises(RuntimeError) as raised:
+            new_long_group()
+        (tmp_path / "error").write_text(str(raised.value))
+        os._exit(0)
+
+    begin = time.monotonic()
+    with pytest.raises(KeyError):
+        on_ranks(tmp_path, step)
+    assert time.monotonic() - begin < 60
+    assert (tmp_path / "error").read_text()
 
 
 def fail(error: Exception) -> None:

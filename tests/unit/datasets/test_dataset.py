@@ -113,6 +113,7 @@ def test_captions_are_drawn_by_their_weights(tmp_path: Path) -> None:
             spread = 4 * (share * (1 - share) / 600) ** 0.5
             assert abs(drawn[weights].count(k) / 600 - share) <= spread
     assert drawn[1, 1, 1] == drawn[0.5, 0.5, 0.5] == chosen_captions(open_data(root, "b"), 60, 10)
+    assert chosen_captions(open_data(root, "b", caption_weights=(5e-324, 0)), 60, 10) == [0] * 600
     root = write_prepared(tmp_path / "one", {"b": 16})
     assert chosen_captions(open_data(root, "b", caption_weights=(1, 4)), 16, 1) == [0] * 16
 
