@@ -8,8 +8,8 @@ from typing import Any, get_origin
 
 from omegaconf import MISSING
 
-from diffusion.config.documentation import describe_type, field_docs, field_types, section_of, split_optional, summary
 from diffusion.config.fields import CHECK, Limits, TimeLimits
+from diffusion.config.keys import describe_type, field_docs, field_types, section_of, split_optional, summary
 from diffusion.config.resumption import effect_of
 from diffusion.config.schema import Config
 from diffusion.evaluation.config import EvaluationConfig

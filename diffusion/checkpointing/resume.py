@@ -28,7 +28,7 @@ from diffusion.checkpointing.find import (
 from diffusion.checkpointing.layout import batch_of, list_checkpoints, remove_copy
 from diffusion.checkpointing.read import AVERAGES_PREFIX, StoredState, check_safe, read_config_values, read_metadata
 from diffusion.checkpointing.remote import RemoteCheckpoint, RemoteCheckpoints
-from diffusion.config.documentation import field_types, split_optional
+from diffusion.config.keys import field_types, split_optional
 from diffusion.config.loading import from_dict, to_dict
 from diffusion.config.resumption import Effect, effect_of
 from diffusion.config.schema import Config, Task

@@ -20,7 +20,7 @@ import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from diffusion.config.documentation import (
+from diffusion.config.keys import (
     describe_type,
     element_type,
     field_types,

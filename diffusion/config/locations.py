@@ -4,8 +4,8 @@ import re
 
 from omegaconf import MISSING
 
-from diffusion.config.documentation import find_field
 from diffusion.config.fields import CHECK, LocationLimits
+from diffusion.config.keys import find_field
 from diffusion.config.loading import leaves, missing_keys, to_dict
 from diffusion.config.schema import Config
 

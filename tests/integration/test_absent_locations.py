@@ -5,7 +5,7 @@ import time
 import pytest
 
 from diffusion.cli import train_command
-from diffusion.config.documentation import schema_keys
+from diffusion.config.keys import schema_keys
 from diffusion.config.loading import load_config
 from diffusion.config.locations import is_location
 from diffusion.config.resumption import is_used

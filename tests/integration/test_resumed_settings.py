@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from diffusion import train as training
 from diffusion.checkpointing.resume import check_changes, checkpoint_storage, find_resumption, with_kept_settings
 from diffusion.checkpointing.roll_back import roll_back
-from diffusion.config.documentation import element_type, field_types, find_field, schema_keys, split_optional
 from diffusion.config.fields import CHECK
+from diffusion.config.keys import element_type, field_types, find_field, schema_keys, split_optional
 from diffusion.config.loading import from_dict, load_config, to_dict, to_public_yaml
 from diffusion.config.resumption import Effect, effect_of
 from diffusion.config.schema import Config, Task

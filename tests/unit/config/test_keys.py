@@ -2,7 +2,7 @@ import dataclasses
 import runpy
 from pathlib import Path
 
-from diffusion.config.documentation import field_docs, find_field, schema_keys
+from diffusion.config.keys import field_docs, find_field, schema_keys
 from diffusion.config.schema import Config
 from diffusion.config.training import OptimizerConfig
 
