@@ -270,7 +270,7 @@ def write_json(uri: str, value: Any) -> None:
 
 
 def read_json(uri: str, default: Any = ..., access: Access | None = None) -> Any:
-    """Read a JSON file, with an `Access` by `fetch`; a DataError if it is not JSON, or missing without a default."""
+    """Read a JSON file (by `fetch`, with an `Access`); a DataError if it is not JSON, or missing without a default."""
     try:
         return json.loads(read(uri) if access is None else fetch(uri, access))
     except MissingFileError:
@@ -324,7 +324,7 @@ def download(
         MachineError: the store cannot be read, or the disk not be written.
     """
 
-    def fetch(store: "_Store") -> None:
+    def attempt(store: "_Store") -> None:
         partial.unlink(missing_ok=True)
         store.download(uri, partial, parallel)
         if size is not None and (found := partial.stat().st_size) != size:
@@ -335,7 +335,7 @@ def download(
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(path, partial=partial, durable=False):
             for _ in range(2):
-                _attempt(uri, access, fetch)
+                _attempt(uri, access, attempt)
                 if digest is None or hash_file(partial, digest[0]) == digest[1]:
                     return
                 logger.warning("%s: its %s is wrong", shown(uri), digest[0])

@@ -71,11 +71,12 @@ class LossGuard(Callback):
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         """Drop the gradients of a skipped step: the optimizer ignores weights without gradients."""
-        if is_skipped := state.timestamp.batch.value in self._skipped:
+        step, skipped = state.timestamp.batch.value, self._skipped
+        if step in skipped:
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)
-        if self._skipped and min(self._skipped) <= state.timestamp.batch.value:
-            logger.log_metrics({SKIPPED: int(is_skipped)})
+        if skipped and min(skipped) <= step:
+            logger.log_metrics({SKIPPED: int(step in skipped)})
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Check the loss of the step, or that of the step before, as `check` does."""

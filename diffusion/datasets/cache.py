@@ -152,12 +152,12 @@ def replace_index(folder: Path, index: bytes) -> None:
         logger.info("%s is replaced by that of the data set, which has changed", path)
         with atomic_path(path, partial=unique_partial(path)) as partial:
             partial.write_bytes(index)
-            with suppress(ValueError, KeyError, TypeError):  # Damage is reported when it is opened.
+            with suppress(ValueError, KeyError, TypeError, OverflowError):  # Damage is reported when it is opened.
                 old, new = (
                     {file.name: file for shard in ShardIndex(content).shards for file in shard.files}
                     for content in (before, index)
                 )
-                for name in old:
+                for name in old if new else ():  # One that is empty is wrong.
                     if old[name] != new.get(name):
                         _remove(folder, name)
     except OSError as error:
@@ -329,7 +329,7 @@ class StreamShards:
                 ) from error
         try:
             index = ShardIndex(storage.retry(str(path), path.read_bytes))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             remedy = _REWRITE if self.remote is None else "Delete it: it is fetched again"
             raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}). {remedy}") from error
         if index.num_samples == 0:

@@ -234,7 +234,7 @@ class ShardIndex:
         content: content of the file.
 
     Raises:
-        ValueError, KeyError, TypeError, RecursionError: it is damaged.
+        ValueError, KeyError, TypeError, OverflowError, RecursionError: it is damaged.
     """
 
     def __init__(self, content: bytes) -> None:
@@ -559,7 +559,7 @@ def read_index(folder: Path | str) -> ShardIndex:
     content = storage.read(uri)
     try:
         return ShardIndex(content)
-    except (ValueError, RecursionError, KeyError, TypeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError, OverflowError) as error:
         raise DataError(
             f"{storage.shown(uri)} is damaged or not the index of an MDS folder ({error!r}); write the folder anew"
         ) from error

@@ -5,8 +5,8 @@ addressed random numbers, x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise, the n
 captions, and its mean squared error against noise, x_0, v or noise - x_0. Ingredients change each of these, or add
 terms to the loss.
 
-Shape letters: B batch, C channels, H W height and width of the latent, f pixels along a side
-of one of its positions, L tokens, D width of the text encoding.
+Shape letters: B batch, C channels, H W height and width of the latent, f pixels along a side of one of
+its positions, L tokens, D width of the text encoding.
 """
 
 import warnings

@@ -143,7 +143,7 @@ class FiltersConfig:
 
     keywords: list[str] = field(default_factory=list)
     """Images are rejected if a caption holds one of these words or phrases, whole and in either case; in
-    scripts that do not separate words by spaces, such as Chinese, also as a part of a word."""
+    Korean, and in scripts that do not separate words by spaces, such as Chinese, also as a part of a word."""
 
     keyword_columns: list[str] = field(default_factory=list)
     """Keys of the source's metadata that are searched for keywords, too."""

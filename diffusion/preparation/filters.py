@@ -50,17 +50,23 @@ _UNSPACED = {
     "CJK": r"\p{Han}",
     "IDEOGRAPHIC": r"\p{Han}",
     "HIRAGANA": r"\p{Hiragana}",
-    "KATAKANA": r"\p{Katakana}\x{30FC}",
+    "KATAKANA": r"\p{Katakana}\x{30FC}\x{FF70}",
+    "BOPOMOFO": r"\p{Bopomofo}",
     "HANGUL": r"\p{Hangul}",
     "THAI": r"\p{Thai}",
     "LAO": r"\p{Lao}",
     "KHMER": r"\p{Khmer}",
     "MYANMAR": r"\p{Myanmar}",
+    "TIBETAN": r"\p{Tibetan}",
+    "YI": r"\p{Yi}",
 }
 """Scripts without a space on both sides of a word: a word of their characters' names, and their class in RE2."""
 
 _EDGE = f"[^{_WORD}]|[{''.join(_UNSPACED.values())}]"
 """A character beside a word."""
+
+_VARIATIONS = r"\x{FE00}-\x{FE0F}\x{E0100}-\x{E01EF}"
+"""Selectors of the look of the character before them, which are marks."""
 
 _TRIMMED = " \t\n\r\v\f\xa0"
 
@@ -254,13 +260,13 @@ def parse_where(where: str) -> list[str]:
 def _keyword_rule(keywords: Sequence[str], columns: Sequence[tuple[str, str]]) -> Rule:
     """Search captions and columns for whole words in either case and Unicode form.
 
-    In scripts that do not separate words by spaces, any part of the text counts.
+    In `_UNSPACED` scripts, any part of the text counts.
     """
     sides: dict[tuple[str, str], list[str]] = {}
     for keyword in map(_composed, keywords):
         words = keyword.split()
         before = "" if _is_unspaced(words[0][0]) else f"(?:^|{_EDGE})"
-        after = r"(?:$|\PM)" if _is_unspaced(words[-1][-1]) else f"(?:$|{_EDGE})"
+        after = rf"(?:$|\PM|[{_VARIATIONS}])" if _is_unspaced(words[-1][-1]) else f"(?:$|{_EDGE})"
         sides.setdefault((before, after), []).append(f"[{_SPACE}]+".join(map(re.escape, words)))
     rejects, details = [], []
     for (before, after), alternatives in sides.items():
@@ -274,7 +280,7 @@ def _keyword_rule(keywords: Sequence[str], columns: Sequence[tuple[str, str]]) -
             place = literal(f"' in {name}: ")
             detail = f"concat('''', regexp_extract({text}, {pattern}, 1), {place}, {_shown(shown)})"
             details.append(f"WHEN {rejects[-1]} THEN {detail}")
-    return Rule("keyword", " OR ".join(rejects), f"CASE {' '.join(details)} END")
+    return Rule("keyword", f"({' OR '.join(rejects)})", f"CASE {' '.join(details)} END")
 
 
 def _is_unspaced(character: str) -> bool:

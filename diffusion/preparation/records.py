@@ -189,7 +189,7 @@ def make_record(
         detail = f"no text: {others[:80]}" if others else "null or not given"
         return Rejected(key, Reason.MISSING_CAPTION, location, detail, bare)
     if undecodable := next((text for text in texts if has_surrogates(text)), None):
-        return Rejected(key, Reason.INVALID_UTF8, location, ascii(undecodable[:80]), bare)
+        return Rejected(key, Reason.INVALID_UTF8, location, ascii(undecodable[:80]), bare_record(key, image, location))
     captions = [text.strip() for text in texts if has_text(text)]
     if not captions:
         return Rejected(key, Reason.EMPTY_CAPTION, location, record=bare)

@@ -402,6 +402,7 @@ def _local_copies(folder: str, names: Sequence[str], scratch: str | None) -> Ite
         yield [as_pattern(str(local / name)) for name in names]
 
 
+# Earlier versions hashed no image that was rejected for its texts.
 _CHANGED = f"""
 WITH new AS (FROM read_parquet(?, hive_partitioning = false)),
 known AS (SELECT * REPLACE (regexp_replace(file, {literal(REVISION)}, '\\1\\2') AS file)
@@ -412,7 +413,7 @@ old AS (FROM known SEMI JOIN (SELECT DISTINCT file FROM new) USING (file)
 SELECT key FROM (SELECT * FROM new WHERE reason <> 'removed') new
 FULL JOIN (SELECT * FROM old WHERE reason <> 'removed' AND version <> '') old USING (key)
 WHERE new.reason IS NULL OR old.reason IS NULL OR row(new.xxh128, new.captions, new.metadata, new.reason)
-    IS DISTINCT FROM row(old.xxh128, old.captions, old.metadata, old.reason)
+    IS DISTINCT FROM row(coalesce(old.xxh128, new.xxh128), old.captions, old.metadata, old.reason)
 ORDER BY key LIMIT 1
 """
 
@@ -537,10 +538,10 @@ class Scanner:
                 "bytes": len(record.image),
                 "format": file_format(record.image),
                 "xxh128": xxhash.xxh3_128_hexdigest(record.image),
-                "captions": record.captions,
-                "metadata": json.dumps(record.metadata, ensure_ascii=False),
             }
             if not reason or reason in WITHOUT_CAPTION:
+                row["captions"] = record.captions
+                row["metadata"] = json.dumps(record.metadata, ensure_ascii=False)
                 try:
                     with limited_time(self._limits.max_decoding_seconds):
                         row |= self._measures(record.image)

@@ -287,10 +287,10 @@ _KNOWN = ("key", "key_hash", "xxh128", "phash", "reason")
 
 
 def _find_keys(dataset: str, keys: Collection[str], *, marked: bool = False) -> tuple[_Rows, dict[int, str]]:
-    """Find images by their keys, and those that are marked and not erased yet.
+    """Find images by their keys; with `marked`, also those that were removed before and are not erased yet.
 
     Returns:
-        Their rows; and by hash the keys of all that were removed before, if they are marked: empty once erased.
+        Their rows; and with `marked`, the key of each image that was removed before by its hash: empty if it is erased.
     """
     if not keys and not marked:
         return {}, {}

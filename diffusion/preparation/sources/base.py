@@ -12,6 +12,7 @@ from diffusion.errors import DataError, MachineError
 from diffusion.preparation.config import LimitsConfig
 from diffusion.preparation.layout import part_name
 from diffusion.preparation.records import (
+    WITHOUT_CAPTION,
     Location,
     NoColumnsError,
     OutdatedError,
@@ -144,7 +145,8 @@ class Source:
         try:
             for item in self._scan(partition):
                 record = item.record if isinstance(item, Rejected) else item
-                if record is not None and (detail := _excess(record, self.limits)):
+                is_judged = isinstance(item, Rejected) and item.reason not in WITHOUT_CAPTION
+                if record is not None and not is_judged and (detail := _excess(record, self.limits)):
                     bare = bare_record(item.key, record.image, item.location)
                     item = Rejected(item.key, Reason.TOO_LARGE, item.location, detail, bare)
                 yield item

@@ -7,7 +7,7 @@ import json
 import struct
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, ClassVar, NamedTuple
 
@@ -220,14 +220,19 @@ class MDSSource(Source):
 
     def _record(self, key: str, values: dict[str, bytes], columns: _Columns, location: Location) -> Record | Rejected:
         ours = _OURS if self.prepared is not None else ()
-        try:
-            image = _image_of(columns.encodings[columns.image], values[columns.image])
-        except UnfitFileError as error:
-            return Rejected(key, error.reason, location, error.detail)
+
+        def read() -> bytes:
+            return _image_of(columns.encodings[columns.image], values[columns.image])
+
+        def rejected(reason: Reason, detail: str) -> Rejected:
+            image = None
+            with suppress(UnfitFileError):
+                image = read()
+            return Rejected(key, reason, location, detail, bare_record(key, image, location))
+
         texts_limit = 2 * self.text_limit() + 16 * self.row_limit()
         if large := [name for name in values if name != columns.image and len(values[name]) > texts_limit]:
-            detail = f"{printable(large[0])}: {len(values[large[0]])} bytes"
-            return Rejected(key, Reason.TOO_LARGE, location, detail, bare_record(key, image, location))
+            return rejected(Reason.TOO_LARGE, f"{printable(large[0])}: {len(values[large[0]])} bytes")
         try:
             metadata = {
                 name: _decode(encoding, values[name])
@@ -241,7 +246,11 @@ class MDSSource(Source):
                      if columns.encodings.get(name) in ("str", "json")]  # fmt: skip
             captions = next(filter(has_text, texts), texts[0])
         except (ValueError, TypeError, ArithmeticError, LookupError) as error:
-            return Rejected(key, Reason.INVALID_JSON, location, str(error)[:80], bare_record(key, image, location))
+            return rejected(Reason.INVALID_JSON, str(error)[:80])
+        try:
+            image = read()
+        except UnfitFileError as error:
+            return Rejected(key, error.reason, location, error.detail)
         return make_record(key, image, captions, metadata, location)
 
     def _removed_from(self, folder: str) -> frozenset[int]:
@@ -412,7 +421,7 @@ def _image_of(encoding: str, data: bytes) -> bytes:
         return data
     try:
         width, height = struct.unpack_from("<2I", data)
-        if width * height > 8 * len(data):  # Memory is taken for the size that it says.
+        if not 0 < width * height <= 8 * len(data):  # Memory is taken for the size that it says.
             raise ValueError(f"{len(data)} bytes, which cannot hold {width} x {height} pixels")
         image, content = _decode("pil", data), io.BytesIO()
         is_png = image.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")

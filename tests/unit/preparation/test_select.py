@@ -408,6 +408,13 @@ def test_details_of_examples(tmp_path, monkeypatch):
     assert shown["condition_sharpness"][0].key == "s/12"
 
 
+def test_explain_counts_keywords_of_several_scripts_together(tmp_path):
+    images = [image(0, captions=["a watermark"]), image(1, captions=["一张带水印的照片"]), image(2)]
+    write_part(tmp_path, 0, [*images, image(3, reason="unreadable", captions=["水印"])])
+    config = configuration(filters={"keywords": ["watermark", "水印"]})
+    assert explain(str(tmp_path), config, scan_of(0)) == [("", 1, 1, 3), ("too_small", 0, 0, 3), ("keyword", 2, 2, 1)]
+
+
 def test_explain_counts_each_condition_alone_and_in_turn(tmp_path):
     images = [image(0), image(1, sharpness=1), image(2, metadata={"n": 9}), image(3, sharpness=1, metadata={"n": 9})]
     images += [image(4, reason="unreadable", sharpness=None), image(5, width=100, sharpness=0)]

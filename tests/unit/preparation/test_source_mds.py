@@ -218,6 +218,8 @@ class TestOthers:
         [
             ("n", "str_decimal", b"x"), ("n", "str_int", b"x"), ("n", "int", b""), ("n", "float32", b"1"),
             ("image", "pil", b""), ("image", "pil", struct.pack("<3I", 300_000, 300_000, 3) + b"RGB"),
+            ("image", "pil", struct.pack("<3I", 0, 2**31, 3) + b"RGB"),
+            ("image", "pil", struct.pack("<3I", 2**31 - 1, 0, 3) + b"RGB"),
         ],
     )  # fmt: skip
     def test_values_that_are_not_of_their_encoding(self, tmp_path, column, encoding, content):
