@@ -86,15 +86,15 @@ class Task(Steps):
         layouts, prepared = self.draw(300 if self.quick else NUM_IMAGES, SHARES)
         autoencoder = self.out / "autoencoder"
         data = [f"data.local={prepared}/train", f"validation.local={prepared}/validation"]
+        if self.settings:
+            prepared = self.out / self.settings.stem
+            sources = [f"sources=[{','.join(layouts)}]", f"out={prepared}", "workers=2"]
+            self.run(prepared.name, [sys.executable, "scripts/prepare.py", "--config", str(self.settings), *sources])
         if config.model.architecture.is_pixel:
             return None, prepared
         if self.vae is None:
             train = ["run.py", "yamls/tiny/autoencoder.yaml", f"output_folder={autoencoder}", *data, *VAE_SETTINGS]
             self.run("autoencoder", [sys.executable, *train, *(QUICK if self.quick else [])])
-        if self.settings:
-            prepared = self.out / self.settings.stem
-            sources = [f"sources=[{','.join(layouts)}]", f"out={prepared}", "workers=2"]
-            self.run(prepared.name, [sys.executable, "scripts/prepare.py", "--config", str(self.settings), *sources])
         vae = self.vae or autoencoder / "vae"
         options = ["--resolution", str(RESOLUTION), "--vae", str(vae), "--mean-only", *_model_options(yaml, config)]
         encode = ["scripts/encode.py", str(prepared), *options]
