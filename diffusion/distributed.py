@@ -28,6 +28,9 @@ it."""
 INTERRUPTED_EXIT_CODE = 130
 """Exit code of a command that Ctrl-C ended, as in shells."""
 
+JOIN_TIMEOUT = datetime.timedelta(minutes=10)
+"""Time-out of the making of a process group, in which a lost rank is awaited without an answer to signals."""
+
 LONG_TIMEOUT = datetime.timedelta(hours=2)
 """Time-out of a step that reads or writes whole checkpoints."""
 
@@ -81,7 +84,8 @@ def start_process_group() -> None:
     if world_size() > 1 and not has_process_group():
         import torch.distributed as dist
 
-        dist.init_process_group("gloo", timeout=WORK_TIMEOUT)
+        dist.init_process_group("gloo", timeout=JOIN_TIMEOUT)
+        set_timeout(WORK_TIMEOUT, dist.group.WORLD)
 
 
 def is_first_rank() -> bool:
@@ -205,15 +209,20 @@ def _long_group(world: Any) -> Any:
 
 
 def new_long_group() -> Any:
-    """Make a group of all ranks whose operations may take `LONG_TIMEOUT`; collective.
-
-    The ranks meet before, with the timeout of training: in the making of the group, one that is lost would be awaited
-    for the long time, without an answer to signals.
-    """
+    """Make a group of all ranks, which meet before, whose operations may take `LONG_TIMEOUT`; collective."""
     import torch.distributed as dist
 
     dist.barrier()
-    return dist.new_group(backend="gloo", timeout=LONG_TIMEOUT)
+    group = dist.new_group(backend="gloo", timeout=JOIN_TIMEOUT)
+    set_timeout(LONG_TIMEOUT, group)
+    return group
+
+
+def set_timeout(timeout: datetime.timedelta, group: Any) -> None:
+    """Change the timeout of the collectives of a group that start from now on."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    _set_pg_timeout(timeout, group)
 
 
 class StepFailedElsewhereError(RuntimeError):

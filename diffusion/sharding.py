@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 
 from diffusion.checkpointing.read import SafeLoadPlanner
 from diffusion.config.training import TrainerConfig
+from diffusion.distributed import set_timeout
 from diffusion.errors import MachineError
 
 log = logging.getLogger(__name__)
@@ -88,14 +88,13 @@ def load_smddp() -> None:
 def set_collective_timeout(seconds: float, mesh: DeviceMesh | None) -> None:
     """Change the timeout of collectives; called by all ranks together.
 
-    With NCCL it holds for collectives that start from now on; gloo keeps the timeout of its start. The mesh is FSDP2's,
-    for its process groups; None without FSDP2.
+    The mesh is FSDP2's, for its process groups, which are made with the defaults of torch; None without FSDP2.
     """
     dist.barrier()  # A rank with a shorter timeout would give up on ranks with the longer one.
     if dist.get_backend() == "nccl":
         torch.cuda.synchronize()
     for group in [dist.group.WORLD, *(mesh.get_all_groups() if mesh is not None else [])]:
-        _set_pg_timeout(timedelta(seconds=seconds), group)
+        set_timeout(timedelta(seconds=seconds), group)
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:

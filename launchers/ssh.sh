@@ -4,9 +4,9 @@
 #   launchers/ssh.sh "host1 host2" yamls/phase1.yaml output_folder=/shared/runs/phase1 key=value ...
 #
 # The hosts see this folder at the same path. RANKS_PER_HOST=4 sets the ranks on each host (default: one per GPU). A lost
-# host ends the others (within trainer.dist_timeout). On SIGTERM or Ctrl-C here, or SIGTERM to a rank, all hosts save and
-# the exit code is 75; the same command continues. scripts/supervise.py --hosts FILE checks hosts, chooses among them and
-# restarts.
+# host ends the others (within trainer.dist_timeout, in a save within two hours). On SIGTERM or Ctrl-C here, or SIGTERM
+# to a rank, all hosts save and the exit code is 75; the same command continues. scripts/supervise.py --hosts FILE checks
+# hosts, chooses among them and restarts.
 set -u
 cd "$(dirname "$0")/.." || exit 2
 SSH=${SSH:-ssh}

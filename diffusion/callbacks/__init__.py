@@ -163,9 +163,9 @@ def _build_task_callbacks(
     callbacks: list[Callback] = []
     settings, streams = config.trainer, config.data.streams
     compilation = fast.resolve_compilation(config.performance.compilation, device)
-    if compilation is not Compilation.none:
-        then = None if config.data.mixing is Mixing.groups else settings.dist_timeout
-        callbacks.append(CollectiveTimeout(settings.compile_timeout, then))
+    first = settings.dist_timeout if compilation is Compilation.none else settings.compile_timeout
+    then = None if config.data.mixing is Mixing.groups else settings.dist_timeout
+    callbacks.append(CollectiveTimeout(first, then))
     if config.performance.parallel_compilation and compilation is Compilation.blocks:
         callbacks.append(ParallelCompilation(config, device))
     if config.accumulates_locally:

@@ -44,7 +44,7 @@ class AccumulateLocally(Callback):
 
 
 class CollectiveTimeout(Callback):
-    """Change the timeout of collectives, in seconds, at the start of training and again after its first steps.
+    """Set the timeout of collectives, in seconds, at the start of training and again after its first steps.
 
     Ranks that compile are slow. With None for `then` the first timeout stays: where ranks have images of different
     sizes, one may compile a rare size at any step while the others wait.

@@ -195,11 +195,15 @@ class CostMeter(Callback):
         self._costs: StartCosts | None = None
         self._file: CostsFile | None = None
         self._activity, self._since = Activity.starting, time.time()
+        self._offset = time.time() - time.monotonic()  # A step of the clock is no time of the run.
 
     @property
     def is_spent(self) -> bool:
         """Return whether the budget is spent, as rank 0 knows."""
         return not self._left()[0]
+
+    def _now(self) -> float:
+        return self._offset + time.monotonic()
 
     def _left(self) -> tuple[bool, str]:
         starts = self._before if self._costs is None else [*self._before, self._costs]
@@ -223,7 +227,7 @@ class CostMeter(Callback):
     def _open(self, state: State) -> None:
         self._before = read_costs(self.run)
         self._furthest = max([start.reached for start in self._before], default=0)
-        step, now = state.timestamp.batch.value, time.time()
+        step, now = state.timestamp.batch.value, self._now()
         self._since = psutil.Process().create_time()
         self._costs = StartCosts(
             began=self._since,
@@ -249,7 +253,7 @@ class CostMeter(Callback):
         super().run_event(event, state, logger)
         if self._costs is None or event not in _ACTIVITIES:
             return
-        now, step = time.time(), state.timestamp.batch.value
+        now, step = self._now(), state.timestamp.batch.value
         self._add(self._costs, now)
         is_repeated = event is Event.AFTER_DATALOADER and step < self._furthest
         self._activity = Activity.repeated if is_repeated else _ACTIVITIES[event]
@@ -261,7 +265,7 @@ class CostMeter(Callback):
 
     def close(self, state: State, logger: Logger) -> None:
         """Write the last time."""
-        self._write(time.time())
+        self._write(self._now())
         if self._file is not None:
             self._file.close()
             self._file = self._costs = None

@@ -355,15 +355,14 @@ def await_lease(applicant: Applicant, activity: str, remedy: str) -> Lease:
     is_waiting = False
     with explained_writes(f"the lease {applicant.record}"):
         while (lease := applicant.acquire()) is None:
-            if (holder := applicant.holder) is not None:
-                if applicant.is_held:
-                    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.time))
-                    other = f"process {holder.pid} on {holder.host} holds {applicant.record}, since {began}"
-                    raise BusyError(f"{activity}: {other}. {remedy}")
-                if not is_waiting:
-                    is_waiting = True
-                    message = "process %d on %s holds %s: waiting up to %.0f s for its next renewal"
-                    log.warning(message, holder.pid, holder.host, applicant.record, timeouts.LEASE)
+            if (holder := applicant.holder) is not None and applicant.is_held:
+                began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.time))
+                other = f"process {holder.pid} on {holder.host} holds {applicant.record}, since {began}"
+                raise BusyError(f"{activity}: {other}. {remedy}")
+            if not is_waiting:
+                is_waiting = True
+                whose = f"process {holder.pid} on {holder.host} holds" if holder is not None else "another start writes"
+                log.warning("%s %s: waiting up to %.0f s for its next renewal", whose, applicant.record, timeouts.LEASE)
             time.sleep(0.5)
     return lease
 

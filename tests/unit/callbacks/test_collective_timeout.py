@@ -25,7 +25,6 @@ def timeout_of(group: Any) -> float:
 
 
 def test_collectives_wait_longer_in_the_first_steps(mesh: DeviceMesh):
-    """Timeouts of gloo and NCCL; gloo does not look at it again, so that no rank can be late here."""
     own = dist.new_group(timeout=timedelta(seconds=7))
     groups = [dist.group.WORLD, *mesh.get_all_groups(), own]
     callback = CollectiveTimeout(first=3600, then=600, num_first_steps=2)
