@@ -23,7 +23,7 @@ from diffusion.checkpointing.layout import (
 )
 from diffusion.checkpointing.read import UnsafeCheckpointError, check_bytes, check_safe, read_metadata, stored_files
 from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoint, RemoteCheckpoints
-from diffusion.errors import ConfigurationError, DataError, MachineError
+from diffusion.errors import ConfigurationError, DataError, MachineError, UnavailableError
 from diffusion.files import PARTIAL
 from diffusion.formats.run_folder import CHECKPOINTS, checkpoint_folder
 from diffusion.storage import is_url, join
@@ -43,22 +43,26 @@ def find_damage(path: Path) -> str | None:
     Raises:
         UnsafeCheckpointError: its index would run code.
     """
-    if is_half_written(path):
-        return "it is incomplete"
     try:
-        if path.is_dir():
-            for file, end in sorted(stored_files(read_metadata(path)).items()):
-                if not (path / file).is_file():
-                    return f"{file} is missing"
-                if (size := (path / file).stat().st_size) < end:
-                    return f"{file} has {size:,} of at least {end:,} bytes"
-            return None
-        with zipfile.ZipFile(path) as archive:
-            return None if any(name.endswith("/data.pkl") for name in archive.namelist()) else "it holds no state"
+        return storage.retry(str(path), lambda: _find_damage(path))
     except UnsafeCheckpointError:
         raise
-    except (DataError, zipfile.BadZipFile, OSError) as error:
+    except (DataError, UnavailableError, zipfile.BadZipFile, OSError) as error:
         return str(error)
+
+
+def _find_damage(path: Path) -> str | None:
+    if is_half_written(path):
+        return "it is incomplete"
+    if path.is_dir():
+        for file, end in sorted(stored_files(read_metadata(path)).items()):
+            if not (path / file).is_file():
+                return f"{file} is missing"
+            if (size := (path / file).stat().st_size) < end:
+                return f"{file} has {size:,} of at least {end:,} bytes"
+        return None
+    with zipfile.ZipFile(path) as archive:
+        return None if any(name.endswith("/data.pkl") for name in archive.namelist()) else "it holds no state"
 
 
 def is_complete(checkpoint: Path | RemoteCheckpoint) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -35,9 +35,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.serialization import _get_layout
 from torch.torch_version import TorchVersion
 
+from diffusion import storage
 from diffusion.checkpointing.layout import CHECKPOINT_INDEX, CHECKSUM_KIND, CHECKSUMS
 from diffusion.config.model import Weights
-from diffusion.errors import DataError
+from diffusion.errors import DataError, UnavailableError
 from diffusion.files import hash_file
 
 _NUMPY_TYPES = [np.ndarray, np.dtype, _reconstruct, scalar, *(type(np.dtype(kind)) for kind in "?bhilqBHILQefd")]
@@ -45,6 +46,8 @@ _SAFE_TYPES = [datetime.timedelta, TorchVersion, *_NUMPY_TYPES]
 """Types that Composer stores beside tensors and plain containers."""
 
 _NUM_THREADS = 8
+
+T = TypeVar("T")
 
 _DAMAGE = (
     pickle.UnpicklingError,
@@ -117,9 +120,9 @@ def read_metadata(checkpoint: Path) -> Metadata:
         DataError: it is missing, damaged, or not an index.
     """
     path = checkpoint / CHECKPOINT_INDEX
+    content = _patiently(path, path.read_bytes)
     try:
-        with path.open("rb") as file:
-            index = _IndexUnpickler(file).load()
+        index = _IndexUnpickler(io.BytesIO(content)).load()
         _check_index(index)
     except UnsafeCheckpointError as error:
         raise UnsafeCheckpointError(f"{path} is not the index of a checkpoint: {error}. Nothing was loaded") from error
@@ -229,14 +232,15 @@ def check_safe(checkpoint: Path) -> None:
     for key, entry in index.storage_data.items():
         if not isinstance(index.state_dict_metadata[key.fqn], TensorStorageMetadata):
             entries[checkpoint / entry.relative_path].append((key.fqn, entry))
-    for path, stored in entries.items():
-        try:
-            with path.open("rb") as file:
-                for key, entry in stored:
-                    file.seek(entry.offset)
-                    load_safely(io.BytesIO(file.read(entry.length)), f"{path}, entry {key}")
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+    def check_entries(path: Path) -> None:
+        with path.open("rb") as file:
+            for key, entry in entries[path]:
+                file.seek(entry.offset)
+                load_safely(io.BytesIO(file.read(entry.length)), f"{path}, entry {key}")
+
+    for path in entries:
+        _patiently(path, partial(check_entries, path))
 
 
 def check_bytes(checkpoint: Path) -> None:
@@ -256,9 +260,13 @@ def check_bytes(checkpoint: Path) -> None:
                 if checksum != stored[name]:
                     raise DataError(f"{checkpoint / name} does not have its checksum: its bytes have changed")
         return
-    try:
+
+    def find_damaged() -> str | None:
         with zipfile.ZipFile(checkpoint) as archive:
-            damaged = archive.testzip()
+            return archive.testzip()
+
+    try:
+        damaged = _patiently(checkpoint, find_damaged)
     except _DAMAGE as error:
         raise DataError(f"{checkpoint} is damaged: {error}") from error
     if damaged is not None:
@@ -268,19 +276,25 @@ def check_bytes(checkpoint: Path) -> None:
 def read_checksums(folder: Path) -> dict[str, str]:
     """Read the checksums of a folder's files, by name; a DataError if they are missing or damaged."""
     path = folder / CHECKSUMS
+    content = _patiently(path, path.read_bytes)
     try:
-        return {str(name): str(entry[CHECKSUM_KIND]) for name, entry in json.loads(path.read_bytes()).items()}
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        return {str(name): str(entry[CHECKSUM_KIND]) for name, entry in json.loads(content).items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
 def _checksum(path: Path) -> str:
+    return _patiently(path, lambda: hash_file(path, CHECKSUM_KIND))
+
+
+def _patiently(path: Path, read: Callable[[], T]) -> T:
+    """Read a file of a checkpoint, again while its file system fails in a way that may pass; then a DataError."""
     try:
-        return hash_file(path, CHECKSUM_KIND)
+        return storage.retry(str(path), read)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    except UnavailableError as error:
+        raise DataError(str(error)) from error
 
 
 # What a checkpoint holds

@@ -1,6 +1,7 @@
 """Which checkpoint is used: damaged ones are not, and ones that try to run code are rejected."""
 
 import contextlib
+import errno
 import os
 import pickle
 import shutil
@@ -12,6 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
+from diffusion import storage
 from diffusion.checkpointing.find import (
     LocalCheckpoints,
     check_checkpoint,
@@ -143,6 +145,27 @@ def test_of_a_damaged_checkpoint_the_one_before_is_taken(run, damage, caplog):
         assert resolve_checkpoint(str(folder)) == before
         with pytest.raises((ConfigurationError, DataError)):
             load_model(newest)
+
+
+@pytest.mark.parametrize("run", ["fsdp"], indirect=True)
+def test_a_file_system_that_fails_once_damages_no_checkpoint(run, monkeypatch):
+    checkpoints = list_checkpoints(run[1] / "checkpoints")
+    newest, failed = checkpoints[-1], set[str]()
+
+    def failing(method):
+        def call(path, *arguments, **options):
+            if newest in path.parents and path.name not in failed:
+                failed.add(path.name)
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return method(path, *arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(storage, "FIRST_PAUSE", 0.0)
+    for name in ("open", "stat"):
+        monkeypatch.setattr(Path, name, failing(getattr(Path, name)))
+    assert newest_that_passes(checkpoints, check_checkpoint) == newest
+    assert failed >= {".metadata", "checksums.json"}
 
 
 def test_a_flipped_bit_is_noticed_before_anything_is_loaded(trained, tmp_path):
