@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from diffusion.callbacks import build_callbacks, build_loggers, check_states, shows_progress_bar
 from diffusion.callbacks.monitoring import Heartbeat
+from diffusion.callbacks.saving import SaveCheckpoints
 from diffusion.checkpointing.find import check_checkpoint, resolve_checkpoint
 from diffusion.checkpointing.read import as_data_error, read_identities
 from diffusion.checkpointing.resume import (
@@ -550,6 +551,11 @@ def fit(trainer: Trainer, config: Config, folder: Path) -> None:
             trainer.fit()
     except (PreemptedError, BudgetSpentError):
         _close(trainer)
+        raise
+    except BaseException:
+        for callback in trainer.state.callbacks:
+            if isinstance(callback, SaveCheckpoints):  # The lease is held until its write in the background has ended.
+                callback.close(trainer.state, trainer.logger)
         raise
     mark_finished(folder, trainer.state.timestamp.batch.value)
     _close(trainer)

@@ -1,13 +1,20 @@
 """Saving in real runs: which checkpoints stay, full disks, ranks that cannot write."""
 
 import subprocess
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from composer import Callback, Logger, State
 
+from diffusion.callbacks.saving import SaveCheckpoints
 from diffusion.checkpointing.find import find_checkpoints, find_damage
 from diffusion.checkpointing.layout import batch_of, list_checkpoints
-from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
+from diffusion.config.loading import load_config
+from diffusion.formats.run_folder import LEASE, TRAIN_LOSS, read_metrics, series
+from diffusion.train import train
 from tests.tools.runs import flip_bit, signal_at
 
 pytestmark = pytest.mark.slow
@@ -39,6 +46,32 @@ def test_checkpoints_of_earlier_starts_are_removed_too(server, tmp_path):
     assert find_damage(checkpoints[1]) is None, "a damaged one is not the newest that is kept"
     server.train(1, [options(run, form, *keep, "trainer.keep_checkpoints=2")])
     assert [batch_of(path) for path in find_checkpoints(run / "checkpoints")] == [4, 8, 9]
+
+
+class Divide(Callback):
+    """Raise an error that is not the user's in a step."""
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value == 3:
+            state.timestamp.batch.value / 0
+
+
+def test_the_lease_is_held_until_a_write_in_the_background_has_ended(tmp_path, monkeypatch):
+    write, held = SaveCheckpoints._write, []
+
+    def write_slowly(self: SaveCheckpoints, *arguments: Any) -> None:
+        time.sleep(2)
+        write(self, *arguments)
+        held.append((tmp_path / LEASE).is_file())
+
+    monkeypatch.setattr(SaveCheckpoints, "_write", write_slowly)
+    more = ["trainer.async_checkpoints=true", "trainer.save_interval=2ba"]
+    more += [f"plugins.callbacks=[{{path: {__name__}.Divide}}]"]
+    with pytest.raises(ZeroDivisionError):
+        train(load_config(*options(tmp_path, "ddp", *more)))
+    torch.distributed.destroy_process_group()
+    assert held == [True]
+    assert [batch_of(path) for path in find_checkpoints(tmp_path / "checkpoints")] == [2]
 
 
 # Full disk
