@@ -185,12 +185,17 @@ def test_a_store_that_is_gone_ends_the_run_and_nothing_is_lost(server, s3_server
     assert re.findall(rf"checkpoint {url}/ep0-ba(\d) cannot be written", job.output)[0] == "4"
     assert f"Its files are kept in {run / 'uploads'}/ep0-ba4" in job.output
     assert "Traceback" not in job.output
+    shutil.copytree(run / "uploads", tmp_path / "uploads")
     s3_server.start()
     assert steps(url) == [2]
     assert server.run(1, [options(run, "fsdp", url, signal_at(4))]).codes == [-9]
     assert steps(url) == [2, 4]
     server.train(1, [options(run, "fsdp", url)])
     assert losses(run) == pytest.approx(losses(reference["fsdp"]), rel=1e-5)
+    storage.delete(f"{url}/{name}" for name in storage.list_files(url) if name.startswith("ep0-ba4"))
+    shutil.copytree(tmp_path / "uploads", run / "uploads", dirs_exist_ok=True)
+    server.train(1, [options(run, "fsdp", url, "trainer.max_duration=10ba")])
+    assert steps(url) == [2, 6, 8, 9, 10], "a node that has missed some starts brings back no old checkpoint"
 
 
 # Files
