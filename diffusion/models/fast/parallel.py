@@ -5,6 +5,7 @@ Processes then run one distinct block each, forward and backward, on memory of t
 cache on disk. The first step of training finds its graphs there. A block that it does not find, it compiles.
 """
 
+import atexit
 import contextlib
 import functools
 import multiprocessing
@@ -115,9 +116,16 @@ class Compilers:
     def __init__(self, num_processes: int, model: ModelConfig, performance: PerformanceConfig, device: Device) -> None:
         # CUDA does not survive a fork.
         spawn = multiprocessing.get_context("spawn")
-        self._processes = ProcessPoolExecutor(num_processes, spawn, _start, (model, performance, device))
+        self._pool = ProcessPoolExecutor(num_processes, spawn, _start, (model, performance, device))
         for _ in range(num_processes):
-            self._processes.submit(int)
+            self._pool.submit(int)
+        self._processes = list(self._pool._processes.values())
+        atexit.register(self.end)  # Runs before the exit handler of multiprocessing, which waits for the processes.
+
+    def end(self) -> None:
+        """Kill the processes."""
+        for process in self._processes:
+            process.kill()
 
     def compile(self, calls: list[BlockCall]) -> list[str]:
         """Compile blocks and end the processes; return the errors."""
@@ -125,8 +133,8 @@ class Compilers:
         precision = str(torch.backends.cuda.matmul.fp32_precision)
         settings = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), precision
         try:
-            with self._processes:
-                futures = [self._processes.submit(_compile, call, settings) for call in calls]
+            with self._pool:
+                futures = [self._pool.submit(_compile, call, settings) for call in calls]
         except BrokenProcessPool as error:  # A process has ended, while it started.
             return [str(error)]
         return [str(error) for error in map(Future.exception, futures) if error is not None]
