@@ -83,7 +83,7 @@ run_command(main)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_killed", [False])
+@pytest.mark.parametrize("is_killed", [False, True])
 def test_processes_end_with_a_rank_that_ends_before_the_first_step(is_killed):
     pipe = subprocess.PIPE
     rank = subprocess.Popen([sys.executable, "-c", RANK], cwd=ROOT, env=environment(), stdin=pipe, stdout=pipe)

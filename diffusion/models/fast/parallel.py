@@ -9,6 +9,8 @@ import atexit
 import contextlib
 import functools
 import multiprocessing
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -23,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from diffusion.config.model import ModelConfig, PerformanceConfig
 from diffusion.config.training import Device
+from diffusion.launch import end_with_parent
 from diffusion.models import fast
 from diffusion.models.architectures import build_network
 from diffusion.models.fast.compilation import find_blocks, outer_norms
@@ -116,7 +119,7 @@ class Compilers:
     def __init__(self, num_processes: int, model: ModelConfig, performance: PerformanceConfig, device: Device) -> None:
         # CUDA does not survive a fork.
         spawn = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(num_processes, spawn, _start, (model, performance, device))
+        self._pool = ProcessPoolExecutor(num_processes, spawn, _start, (os.getpid(), model, performance, device))
         for _ in range(num_processes):
             self._pool.submit(int)
         self._processes = list(self._pool._processes.values())
@@ -143,9 +146,10 @@ class Compilers:
 _network: Network
 
 
-def _start(model: ModelConfig, performance: PerformanceConfig, device: Device) -> None:
-    """Build the network as it is trained, on the meta device."""
+def _start(parent: int, model: ModelConfig, performance: PerformanceConfig, device: Device) -> None:
+    """Build the network as it is trained, on the meta device; the process ends with its parent."""
     global _network
+    end_with_parent(signal.SIGKILL, parent)
     inductor.compile_threads = 1
     with torch.device("meta"):
         _network = build_network(model)
