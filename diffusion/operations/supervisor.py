@@ -258,7 +258,7 @@ class Supervisor:
             stopped = [one.rank for one in heartbeats if processes.status(one) == psutil.STATUS_STOPPED]
             now, reason = detector.judge(heartbeats, stopped)
             if now is Condition.hang:
-                return self._end_hang(job, heartbeats, reason)
+                return replace(self._end_hang(job, heartbeats, reason), is_growing=is_growing)
             if now is not condition:
                 condition = now
                 self.events.add(EventKind.slow_data if now is Condition.slow_data else EventKind.data_came, reason)
@@ -288,6 +288,8 @@ class Supervisor:
         step = _last_step(heartbeats)
         self.events.add(EventKind.hang, reason, stacks=path.name, step=step)
         self._kill(job)
+        if {one.phase for one in heartbeats} == {Phase.ended}:
+            return ending_of(max(one.code or 0 for one in heartbeats), heartbeats)
         return Ending(code=HANG_EXIT_CODE, reason=reason, step=step)
 
     def _kill(self, job: subprocess.Popen) -> None:
