@@ -266,7 +266,8 @@ class Supervisor:
         have_ended = any(one.phase is Phase.ended for one in read_heartbeats(self.heartbeats))
         if code == USER_ERROR_EXIT_CODE and not have_ended and self._ranks():  # It ended before its first heartbeat.
             return self._other_start()
-        _, stragglers = psutil.wait_procs(processes.tree(self._ranks()), timeout=timeouts.STRAGGLERS)
+        left = [*processes.tree(self._ranks()), *processes.session(job.pid)]  # Some may have no heartbeat yet.
+        _, stragglers = psutil.wait_procs(left, timeout=timeouts.STRAGGLERS)
         processes.kill(stragglers)
         ending = ending_of(code if code >= 0 else 128 - code, read_heartbeats(self.heartbeats))
         return replace(ending, is_growing=is_growing)
@@ -294,7 +295,7 @@ class Supervisor:
 
     def _kill(self, job: subprocess.Popen) -> None:
         """Kill the ranks of this machine, then the launcher, which first gets time to end those of other machines."""
-        everything = processes.tree([job.pid, *self._ranks()])
+        everything = [*processes.tree([job.pid, *self._ranks()]), *processes.session(job.pid)]
         processes.kill(processes.tree(self._ranks()))
         processes.terminate([job.pid])
         psutil.wait_procs([process for process in everything if process.pid == job.pid], timeout=timeouts.STRAGGLERS)

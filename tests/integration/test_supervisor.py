@@ -137,6 +137,16 @@ def test_a_launcher_has_time_to_end_the_ranks_of_other_machines_when_those_of_th
     assert (tmp_path / "ended").exists()
 
 
+@pytest.mark.parametrize("acts", [[FINISHES], [WAITS, FINISHES]])
+def test_what_a_launcher_leaves_without_a_heartbeat_ends_with_the_job(tmp_path, monkeypatch, acts):
+    monkeypatch.setattr(timeouts, "STRAGGLERS", 0.5)
+    launcher = ["bash", "-c", f'(sleep 600 & echo $! >> {tmp_path}/orphans); exec "$@"', "launcher"]
+    assert supervisor_of(tmp_path, acts, launcher=launcher, hang_floor=1.5).run() == 0
+    orphans = [int(line) for line in (tmp_path / "orphans").read_text().split()]
+    assert len(orphans) == len(acts)
+    assert tree(orphans) == []
+
+
 def test_slow_data_is_reported_and_waited_for(tmp_path):
     supervisor = supervisor_of(tmp_path, [{**WAITS, "phase": "data"}, FINISHES], hang_floor=2, data_timeout=6)
     assert supervisor.run() == 0
