@@ -73,8 +73,10 @@ class HangDetector:
     ) -> tuple[Condition, float, str]:
         """Return the condition of a silent job before its timeout, the timeout in seconds, and the slowest ranks."""
         active = [heartbeat for heartbeat in heartbeats if heartbeat.phase is not Phase.ended]
-        if not active:
+        if not heartbeats:
             return Condition.working, self.settings.pause_timeout, "no rank has started"
+        if not active:
+            return Condition.working, timeouts.EXIT, "all ranks have ended, but not their processes"
         if stopped:
             return Condition.hang, self._step_timeout(heartbeats), f"{name_ranks(stopped)} was stopped"
         progress = {heartbeat.rank: (heartbeat.step, _PHASE_ORDER[heartbeat.phase]) for heartbeat in active}

@@ -52,6 +52,16 @@ def tree(pids: Sequence[int]) -> list[psutil.Process]:
     return list(found.values())
 
 
+def session(leader: int) -> list[psutil.Process]:
+    """Return the running processes of the session that a process began, which may have ended."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
 def terminate(pids: Sequence[int]) -> None:
     """Send SIGTERM to processes."""
     for pid in pids:

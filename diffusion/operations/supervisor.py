@@ -258,7 +258,7 @@ class Supervisor:
             stopped = [one.rank for one in heartbeats if processes.status(one) == psutil.STATUS_STOPPED]
             now, reason = detector.judge(heartbeats, stopped)
             if now is Condition.hang:
-                return self._end_hang(job, heartbeats, reason)
+                return replace(self._end_hang(job, heartbeats, reason), is_growing=is_growing)
             if now is not condition:
                 condition = now
                 self.events.add(EventKind.slow_data if now is Condition.slow_data else EventKind.data_came, reason)
@@ -266,7 +266,8 @@ class Supervisor:
         have_ended = any(one.phase is Phase.ended for one in read_heartbeats(self.heartbeats))
         if code == USER_ERROR_EXIT_CODE and not have_ended and self._ranks():  # It ended before its first heartbeat.
             return self._other_start()
-        _, stragglers = psutil.wait_procs(processes.tree(self._ranks()), timeout=timeouts.STRAGGLERS)
+        left = [*processes.tree(self._ranks()), *processes.session(job.pid)]  # Some may have no heartbeat yet.
+        _, stragglers = psutil.wait_procs(left, timeout=timeouts.STRAGGLERS)
         processes.kill(stragglers)
         ending = ending_of(code if code >= 0 else 128 - code, read_heartbeats(self.heartbeats))
         return replace(ending, is_growing=is_growing)
@@ -288,11 +289,13 @@ class Supervisor:
         step = _last_step(heartbeats)
         self.events.add(EventKind.hang, reason, stacks=path.name, step=step)
         self._kill(job)
+        if {one.phase for one in heartbeats} == {Phase.ended}:
+            return ending_of(max(one.code or 0 for one in heartbeats), heartbeats)
         return Ending(code=HANG_EXIT_CODE, reason=reason, step=step)
 
     def _kill(self, job: subprocess.Popen) -> None:
         """Kill the ranks of this machine, then the launcher, which first gets time to end those of other machines."""
-        everything = processes.tree([job.pid, *self._ranks()])
+        everything = [*processes.tree([job.pid, *self._ranks()]), *processes.session(job.pid)]
         processes.kill(processes.tree(self._ranks()))
         processes.terminate([job.pid])
         psutil.wait_procs([process for process in everything if process.pid == job.pid], timeout=timeouts.STRAGGLERS)

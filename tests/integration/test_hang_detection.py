@@ -95,6 +95,14 @@ def test_data_and_pauses_have_timeouts_of_their_own():
     assert silent_for(3601, [])[0] is Condition.hang
 
 
+def test_ranks_that_have_ended_have_minutes_to_exit():
+    beats = [beat(0, Phase.ended, 7), beat(1, Phase.ended, 7)]
+    assert silent_for(timeouts.EXIT - 1, beats)[0] is Condition.working
+    condition, reason = silent_for(timeouts.EXIT + 1, beats)
+    assert condition is Condition.hang
+    assert "all ranks have ended, but not their processes" in reason
+
+
 def test_the_first_steps_which_may_compile_are_given_time():
     beats = [beat(0, Phase.step, 1, median=None)]
     assert silent_for(100, beats)[0] is Condition.working

@@ -22,6 +22,7 @@ from diffusion.config.operations import SupervisionConfig
 from diffusion.errors import ConfigurationError, MachineError
 from diffusion.formats.run_folder import LEASE, ROLLBACK, SUPERVISED
 from diffusion.operations import supervisor as supervisor_module
+from diffusion.operations import timeouts
 from diffusion.operations.events import EventLog, read_events
 from diffusion.operations.heartbeats import HeartbeatFile, HeartbeatRecord, Phase, read_heartbeats
 from diffusion.operations.processes import is_alive, kill, tree
@@ -106,11 +107,44 @@ def test_a_hang_is_ended_with_the_stack_traces_of_all_ranks(tmp_path):
     assert stacks.count("in wait_in_a_collective") == 2
 
 
+@pytest.mark.parametrize(
+    ("code", "error", "reason"),
+    [
+        (0, None, "exit code 0"),
+        (2, "BudgetSpentError: spent", "BudgetSpentError: spent; a restart meets the same error"),
+    ],
+)
+def test_ranks_that_end_but_do_not_exit_are_killed_and_judged_by_what_they_said(
+    tmp_path, monkeypatch, code, error, reason
+):
+    monkeypatch.setattr(timeouts, "EXIT", 1.5)
+    act = {"phase": "ending", "step": 7, "code": code, "error": error, "is_lasting": True, "lingers": True}
+    assert supervisor_of(tmp_path, [act]).run() == code
+    assert names(tmp_path) == ["started", "hang", "stopped" if code else "finished"]
+    assert read_events(tmp_path)[-1]["reason"] == reason
+
+
+def test_a_job_without_a_heartbeat_is_ended_after_the_timeout_of_a_pause(tmp_path):
+    supervisor = supervisor_of(tmp_path, [], launcher=["bash", "-c", "sleep 600"], pause_timeout=0.5, max_restarts=0)
+    assert supervisor.run() == 124
+    assert names(tmp_path) == ["started", "hang", "stopped"]
+
+
 def test_a_launcher_has_time_to_end_the_ranks_of_other_machines_when_those_of_this_one_hang(tmp_path):
     ends_others = f"sleep 1; touch {tmp_path}/ended; exit 1"
     launcher = ["bash", "-c", f'trap "{ends_others}" TERM; "$@" && exit; while :; do sleep 0.1; done', "launcher"]
     assert supervisor_of(tmp_path, [{**WAITS, "code": 1}, FINISHES], launcher=launcher, hang_floor=1.5).run() == 0
     assert (tmp_path / "ended").exists()
+
+
+@pytest.mark.parametrize("acts", [[FINISHES], [WAITS, FINISHES]])
+def test_what_a_launcher_leaves_without_a_heartbeat_ends_with_the_job(tmp_path, monkeypatch, acts):
+    monkeypatch.setattr(timeouts, "STRAGGLERS", 0.5)
+    launcher = ["bash", "-c", f'(sleep 600 & echo $! >> {tmp_path}/orphans); exec "$@"', "launcher"]
+    assert supervisor_of(tmp_path, acts, launcher=launcher, hang_floor=1.5).run() == 0
+    orphans = [int(line) for line in (tmp_path / "orphans").read_text().split()]
+    assert len(orphans) == len(acts)
+    assert tree(orphans) == []
 
 
 def test_slow_data_is_reported_and_waited_for(tmp_path):

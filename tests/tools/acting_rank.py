@@ -72,6 +72,8 @@ def act(folder: Path, rank: int, script: dict) -> int:
     if "error" in script:
         end = {"code": script["code"], "error": script["error"], "is_lasting": script.get("is_lasting", False)}
         file.write(beat(rank, script["step"], Phase.ended, **end))
+    while script.get("lingers"):
+        time.sleep(0.05)
     return script["code"]
 
 

@@ -5,9 +5,12 @@ Processes then run one distinct block each, forward and backward, on memory of t
 cache on disk. The first step of training finds its graphs there. A block that it does not find, it compiles.
 """
 
+import atexit
 import contextlib
 import functools
 import multiprocessing
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -22,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from diffusion.config.model import ModelConfig, PerformanceConfig
 from diffusion.config.training import Device
+from diffusion.launch import end_with_parent
 from diffusion.models import fast
 from diffusion.models.architectures import build_network
 from diffusion.models.fast.compilation import find_blocks, outer_norms
@@ -115,9 +119,16 @@ class Compilers:
     def __init__(self, num_processes: int, model: ModelConfig, performance: PerformanceConfig, device: Device) -> None:
         # CUDA does not survive a fork.
         spawn = multiprocessing.get_context("spawn")
-        self._processes = ProcessPoolExecutor(num_processes, spawn, _start, (model, performance, device))
+        self._pool = ProcessPoolExecutor(num_processes, spawn, _start, (os.getpid(), model, performance, device))
         for _ in range(num_processes):
-            self._processes.submit(int)
+            self._pool.submit(int)
+        self._processes = list(self._pool._processes.values())
+        atexit.register(self.end)  # Runs before the exit handler of multiprocessing, which waits for the processes.
+
+    def end(self) -> None:
+        """Kill the processes."""
+        for process in self._processes:
+            process.kill()
 
     def compile(self, calls: list[BlockCall]) -> list[str]:
         """Compile blocks and end the processes; return the errors."""
@@ -125,8 +136,8 @@ class Compilers:
         precision = str(torch.backends.cuda.matmul.fp32_precision)
         settings = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), precision
         try:
-            with self._processes:
-                futures = [self._processes.submit(_compile, call, settings) for call in calls]
+            with self._pool:
+                futures = [self._pool.submit(_compile, call, settings) for call in calls]
         except BrokenProcessPool as error:  # A process has ended, while it started.
             return [str(error)]
         return [str(error) for error in map(Future.exception, futures) if error is not None]
@@ -135,9 +146,10 @@ class Compilers:
 _network: Network
 
 
-def _start(model: ModelConfig, performance: PerformanceConfig, device: Device) -> None:
-    """Build the network as it is trained, on the meta device."""
+def _start(parent: int, model: ModelConfig, performance: PerformanceConfig, device: Device) -> None:
+    """Build the network as it is trained, on the meta device; the process ends with its parent."""
     global _network
+    end_with_parent(signal.SIGKILL, parent)
     inductor.compile_threads = 1
     with torch.device("meta"):
         _network = build_network(model)
