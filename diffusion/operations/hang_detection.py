@@ -52,16 +52,19 @@ class HangDetector:
         self._last = now()
         self._counts: dict[int, int] = {}
 
-    def judge(self, heartbeats: Sequence[HeartbeatRecord], stopped: Sequence[int] = ()) -> tuple[Condition, str]:
+    def judge(
+        self, heartbeats: Sequence[HeartbeatRecord], stopped: Sequence[int] = (), *, have_exited: bool = False
+    ) -> tuple[Condition, str]:
         """Return the condition of a job, and the reason in words, from the last heartbeat of each rank.
 
-        Processes of `stopped` ranks are stopped (SIGSTOP).
+        Processes of `stopped` ranks are stopped (SIGSTOP). If all `have_exited`, their command may go on with
+        something else.
         """
         counts = {heartbeat.rank: heartbeat.count for heartbeat in heartbeats}
         if counts != self._counts:
             self._counts, self._last = counts, self._now()
         silence = self._now() - self._last
-        condition, timeout, reason = self._expectation(heartbeats, stopped)
+        condition, timeout, reason = self._expectation(heartbeats, stopped, have_exited)
         if silence > timeout:
             return Condition.hang, f"no heartbeat of any rank for {silence:.0f} s: {reason}"
         if condition is Condition.slow_data and silence > self._step_timeout(heartbeats):
@@ -69,12 +72,12 @@ class HangDetector:
         return Condition.working, reason
 
     def _expectation(
-        self, heartbeats: Sequence[HeartbeatRecord], stopped: Sequence[int]
+        self, heartbeats: Sequence[HeartbeatRecord], stopped: Sequence[int], have_exited: bool
     ) -> tuple[Condition, float, str]:
         """Return the condition of a silent job before its timeout, the timeout in seconds, and the slowest ranks."""
         active = [heartbeat for heartbeat in heartbeats if heartbeat.phase is not Phase.ended]
-        if not heartbeats:
-            return Condition.working, self.settings.pause_timeout, "no rank has started"
+        if not active and (have_exited or not heartbeats):
+            return Condition.working, self.settings.pause_timeout, "no rank runs"
         if not active:
             return Condition.working, timeouts.EXIT, "all ranks have ended, but not their processes"
         if stopped:

@@ -256,7 +256,7 @@ class Supervisor:
                 self.events.add(EventKind.growing, "more hosts are fit; it saves a checkpoint and continues on them")
                 processes.terminate(self._ranks() or [job.pid])
             stopped = [one.rank for one in heartbeats if processes.status(one) == psutil.STATUS_STOPPED]
-            now, reason = detector.judge(heartbeats, stopped)
+            now, reason = detector.judge(heartbeats, stopped, have_exited=not any(map(processes.is_alive, heartbeats)))
             if now is Condition.hang:
                 return replace(self._end_hang(job, heartbeats, reason), is_growing=is_growing)
             if now is not condition:

@@ -35,12 +35,14 @@ def beat(rank: int, phase: Phase, step: int, count: int = 5, median: float | Non
     )
 
 
-def silent_for(seconds: float, beats: list[HeartbeatRecord], stopped: tuple[int, ...] = ()):
+def silent_for(
+    seconds: float, beats: list[HeartbeatRecord], stopped: tuple[int, ...] = (), *, have_exited: bool = False
+):
     clock = Clock()
     watch = HangDetector(SETTINGS, clock)
     watch.judge(beats)
     clock.seconds += seconds
-    return watch.judge(beats, stopped)
+    return watch.judge(beats, stopped, have_exited=have_exited)
 
 
 @pytest.mark.parametrize(("median", "limit"), [(0.5, 60), (6.0, 60), (20.0, 200)])
@@ -101,6 +103,7 @@ def test_ranks_that_have_ended_have_minutes_to_exit():
     condition, reason = silent_for(timeouts.EXIT + 1, beats)
     assert condition is Condition.hang
     assert "all ranks have ended, but not their processes" in reason
+    assert silent_for(3599, beats, have_exited=True)[0] is Condition.working, "their command does something else"
 
 
 def test_the_first_steps_which_may_compile_are_given_time():
