@@ -220,9 +220,12 @@ def new_long_group() -> Any:
 
 def set_timeout(timeout: datetime.timedelta, group: Any) -> None:
     """Change the timeout of the collectives of a group that start from now on."""
-    from torch.distributed.distributed_c10d import _set_pg_timeout
+    try:
+        from torch.distributed import set_timeout as set_timeout_of
+    except ImportError:  # Before torch 2.15.
+        from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout_of
 
-    _set_pg_timeout(timeout, group)
+    set_timeout_of(timeout, group)
 
 
 class StepFailedElsewhereError(RuntimeError):

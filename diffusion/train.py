@@ -552,9 +552,10 @@ def fit(trainer: Trainer, config: Config, folder: Path) -> None:
     except (PreemptedError, BudgetSpentError):
         _close(trainer)
         raise
-    except BaseException:
+    except BaseException as error:
         for callback in trainer.state.callbacks:
-            if isinstance(callback, SaveCheckpoints):  # The lease is held until its write in the background has ended.
+            if isinstance(callback, SaveCheckpoints) and callback.is_writing:  # Under the lease of the run.
+                log.error("%s: %s; waiting for the checkpoint that is being written", type(error).__name__, error)
                 callback.close(trainer.state, trainer.logger)
         raise
     mark_finished(folder, trainer.state.timestamp.batch.value)

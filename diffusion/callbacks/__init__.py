@@ -156,16 +156,19 @@ def _build_task_callbacks(
     config: Config, model: ComposerModel, folder: Path, device: Device, ema: LateStartEMA | None
 ) -> list[Callback]:
     """Build the callbacks of a diffusion model or of a VAE; a model of the user's own has none."""
+    usual = CollectiveTimeout(config.trainer.dist_timeout, None)
     if isinstance(model, AutoencoderTraining):
-        return [AwaitDiscriminator(model), SaveAutoencoder(model, statistics_images(config), folder, ema)]
+        return [usual, AwaitDiscriminator(model), SaveAutoencoder(model, statistics_images(config), folder, ema)]
     if not isinstance(model, LatentDiffusionTraining):
-        return []
+        return [usual]
     callbacks: list[Callback] = []
     settings, streams = config.trainer, config.data.streams
     compilation = fast.resolve_compilation(config.performance.compilation, device)
-    first = settings.dist_timeout if compilation is Compilation.none else settings.compile_timeout
-    then = None if config.data.mixing is Mixing.groups else settings.dist_timeout
-    callbacks.append(CollectiveTimeout(first, then))
+    if compilation is Compilation.none:
+        callbacks.append(usual)
+    else:
+        then = None if config.data.mixing is Mixing.groups else settings.dist_timeout
+        callbacks.append(CollectiveTimeout(settings.compile_timeout, then))
     if config.performance.parallel_compilation and compilation is Compilation.blocks:
         callbacks.append(ParallelCompilation(config, device))
     if config.accumulates_locally:

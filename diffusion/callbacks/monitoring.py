@@ -195,7 +195,7 @@ class CostMeter(Callback):
         self._costs: StartCosts | None = None
         self._file: CostsFile | None = None
         self._activity, self._since = Activity.starting, time.time()
-        self._offset = time.time() - time.monotonic()  # A step of the clock is no time of the run.
+        self._offset = 0.0
 
     @property
     def is_spent(self) -> bool:
@@ -227,6 +227,7 @@ class CostMeter(Callback):
     def _open(self, state: State) -> None:
         self._before = read_costs(self.run)
         self._furthest = max([start.reached for start in self._before], default=0)
+        self._offset = time.time() - time.monotonic()  # A step of the clock is no time of the run.
         step, now = state.timestamp.batch.value, self._now()
         self._since = psutil.Process().create_time()
         self._costs = StartCosts(

@@ -125,6 +125,11 @@ class SaveCheckpoints(Callback):
         if self._pending is not None:
             concurrent.futures.wait([self._pending])
 
+    @property
+    def is_writing(self) -> bool:
+        """Return whether a write in the background has not ended."""
+        return self._pending is not None and not self._pending.done()
+
     def _save(self, state: State, logger: Logger) -> None:
         """Write a checkpoint of this step, or begin to; nothing if there is one."""
         if self._last_step == state.timestamp.batch.value:

@@ -204,13 +204,15 @@ def check_beginning(config: Config, storage: CheckpointStorage, present: Sequenc
 
 
 def _finish_upload(folder: Path, remote: RemoteCheckpoints) -> None:
-    """Upload the newest checkpoint that an earlier start has written, if the complete ones in the store are older.
+    """Upload the newest checkpoint that an earlier start has written, if the whole ones in the store are older.
 
     To be called by all ranks. Each node uploads the files that it has: each rank's file may be on its own node only.
     """
 
     def find_newest() -> Path | None:
-        stored = max((batch_of(found) for found in remote.present() if found.is_complete), default=-1)
+        damaged = read_damaged(remote.uri)
+        whole = [found for found in remote.present() if found.is_complete and found.name not in damaged]
+        stored = max(map(batch_of, whole), default=-1)
         written = [path for path in list_checkpoints(folder) if _is_written(path)]
         return written[-1] if written and batch_of(written[-1]) > stored else None
 

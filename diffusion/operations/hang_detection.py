@@ -76,8 +76,10 @@ class HangDetector:
     ) -> tuple[Condition, float, str]:
         """Return the condition of a silent job before its timeout, the timeout in seconds, and the slowest ranks."""
         active = [heartbeat for heartbeat in heartbeats if heartbeat.phase is not Phase.ended]
-        if not active and (have_exited or not heartbeats):
-            return Condition.working, self.settings.pause_timeout, "no rank runs"
+        if not heartbeats:
+            return Condition.working, self.settings.pause_timeout, "no rank has started"
+        if not active and have_exited:
+            return Condition.working, self.settings.pause_timeout, "all ranks have ended, but not their command"
         if not active:
             return Condition.working, timeouts.EXIT, "all ranks have ended, but not their processes"
         if stopped:

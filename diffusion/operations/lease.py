@@ -361,8 +361,12 @@ def await_lease(applicant: Applicant, activity: str, remedy: str) -> Lease:
                 raise BusyError(f"{activity}: {other}. {remedy}")
             if not is_waiting:
                 is_waiting = True
-                whose = f"process {holder.pid} on {holder.host} holds" if holder is not None else "another start writes"
-                log.warning("%s %s: waiting up to %.0f s for its next renewal", whose, applicant.record, timeouts.LEASE)
+                whose = (
+                    "no process (being written, or damaged)"
+                    if holder is None
+                    else f"process {holder.pid} on {holder.host}"
+                )
+                log.warning("%s holds %s: waiting up to %.0f s for a renewal", whose, applicant.record, timeouts.LEASE)
             time.sleep(0.5)
     return lease
 

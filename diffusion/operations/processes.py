@@ -72,6 +72,6 @@ def terminate(pids: Sequence[int]) -> None:
 def kill(processes: Sequence[psutil.Process]) -> None:
     """Send SIGKILL to processes and wait for their ends."""
     for process in processes:
-        with suppress(psutil.NoSuchProcess):
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             process.kill()
     psutil.wait_procs(list(processes), timeout=timeouts.KILL)

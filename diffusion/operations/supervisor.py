@@ -256,9 +256,13 @@ class Supervisor:
                 self.events.add(EventKind.growing, "more hosts are fit; it saves a checkpoint and continues on them")
                 processes.terminate(self._ranks() or [job.pid])
             stopped = [one.rank for one in heartbeats if processes.status(one) == psutil.STATUS_STOPPED]
-            now, reason = detector.judge(heartbeats, stopped, have_exited=not any(map(processes.is_alive, heartbeats)))
+            have_exited = all(one.host == socket.gethostname() and not processes.is_alive(one) for one in heartbeats)
+            now, reason = detector.judge(heartbeats, stopped, have_exited=have_exited)
             if now is Condition.hang:
-                return replace(self._end_hang(job, heartbeats, reason), is_growing=is_growing)
+                ending = self._end_hang(job, heartbeats, reason)
+                if not have_exited and {one.phase for one in heartbeats} == {Phase.ended}:
+                    ending = ending_of(max(one.code or 0 for one in heartbeats), heartbeats)
+                return replace(ending, is_growing=is_growing)
             if now is not condition:
                 condition = now
                 self.events.add(EventKind.slow_data if now is Condition.slow_data else EventKind.data_came, reason)
@@ -289,8 +293,6 @@ class Supervisor:
         step = _last_step(heartbeats)
         self.events.add(EventKind.hang, reason, stacks=path.name, step=step)
         self._kill(job)
-        if {one.phase for one in heartbeats} == {Phase.ended}:
-            return ending_of(max(one.code or 0 for one in heartbeats), heartbeats)
         return Ending(code=HANG_EXIT_CODE, reason=reason, step=step)
 
     def _kill(self, job: subprocess.Popen) -> None:

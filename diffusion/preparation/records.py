@@ -98,7 +98,7 @@ class Rejected:
     detail: str = ""
     """A few words for the person who looks at the examples."""
     record: Record | None = field(default=None, repr=False)
-    """The image, if it was read: a takedown keeps its bytes out of later growths. `WITHOUT_CAPTION`: with metadata."""
+    """The image, if it was read: a takedown keeps its bytes out of later growths."""
 
 
 @dataclass(frozen=True, kw_only=True)

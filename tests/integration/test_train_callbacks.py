@@ -33,7 +33,7 @@ def callbacks_of(config: Config, device: Device) -> list[Callback]:
     ("compilation", "device", "mixing", "expected"),
     [
         ("auto", Device.gpu, Mixing.mixed, [(50.0, 40.0)]),
-        ("auto", Device.cpu, Mixing.mixed, [(40.0, 40.0)]),
+        ("auto", Device.cpu, Mixing.mixed, [(40.0, None)]),
         ("blocks", Device.cpu, Mixing.mixed, [(50.0, 40.0)]),
         ("blocks", Device.cpu, Mixing.groups, [(50.0, None)]),
         ("none", Device.gpu, Mixing.groups, [(40.0, None)]),
