@@ -16,7 +16,7 @@ STACKS = 10.0
 """Wait for the stack traces of ranks that hang."""
 
 EXIT = 300.0
-"""Wait for the processes of ranks that have ended by themselves, and for their launcher."""
+"""Wait for the processes of ranks whose last heartbeats say that they have ended."""
 
 STRAGGLERS = 40.0
 """Wait for ranks to end after their launcher, since they save a checkpoint then; and for a launcher after its ranks."""

@@ -273,6 +273,16 @@ REVISION = r"(shard\.\d+\.\d+)\.r\d+(\.mds)"
 """Pattern of the name of a shard of `prepare` from which samples were erased."""
 
 
+def rejected_for_texts(
+    key: str, reason: Reason, location: Location, detail: str, read: Callable[[], bytes]
+) -> Rejected:
+    """Reject an image for its texts, with its bytes if they can be read."""
+    image = None
+    with suppress(UnfitFileError):
+        image = read()
+    return Rejected(key, reason, location, detail, bare_record(key, image, location))
+
+
 def unrevised(file: str) -> str:
     """Return the name that a shard of `prepare` had before samples were erased; other names as they are."""
     return re.sub(REVISION, r"\1\2", file)

@@ -7,7 +7,7 @@ import json
 import struct
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, ClassVar, NamedTuple
 
@@ -25,13 +25,12 @@ from diffusion.preparation.records import (
     Reason,
     Record,
     Rejected,
-    bare_record,
     decode_text,
     has_text,
     key_of,
     make_record,
 )
-from diffusion.preparation.sources.base import Source, compare, unrevised
+from diffusion.preparation.sources.base import Source, compare, rejected_for_texts, unrevised
 from diffusion.preparation.sources.reading import (
     UnfitFileError,
     file_of,
@@ -224,15 +223,10 @@ class MDSSource(Source):
         def read() -> bytes:
             return _image_of(columns.encodings[columns.image], values[columns.image])
 
-        def rejected(reason: Reason, detail: str) -> Rejected:
-            image = None
-            with suppress(UnfitFileError):
-                image = read()
-            return Rejected(key, reason, location, detail, bare_record(key, image, location))
-
         texts_limit = 2 * self.text_limit() + 16 * self.row_limit()
         if large := [name for name in values if name != columns.image and len(values[name]) > texts_limit]:
-            return rejected(Reason.TOO_LARGE, f"{printable(large[0])}: {len(values[large[0]])} bytes")
+            detail = f"{printable(large[0])}: {len(values[large[0]])} bytes"
+            return rejected_for_texts(key, Reason.TOO_LARGE, location, detail, read)
         try:
             metadata = {
                 name: _decode(encoding, values[name])
@@ -246,7 +240,7 @@ class MDSSource(Source):
                      if columns.encodings.get(name) in ("str", "json")]  # fmt: skip
             captions = next(filter(has_text, texts), texts[0])
         except (ValueError, TypeError, ArithmeticError, LookupError) as error:
-            return rejected(Reason.INVALID_JSON, str(error)[:80])
+            return rejected_for_texts(key, Reason.INVALID_JSON, location, str(error)[:80], read)
         try:
             image = read()
         except UnfitFileError as error:

@@ -17,13 +17,12 @@ from diffusion.preparation.records import (
     Reason,
     Record,
     Rejected,
-    bare_record,
     has_text,
     is_failed,
     make_record,
     not_successful,
 )
-from diffusion.preparation.sources.base import MAX_CAPTIONS, Source
+from diffusion.preparation.sources.base import MAX_CAPTIONS, Source, rejected_for_texts
 from diffusion.preparation.sources.reading import UnfitFileError, printable, read_below
 from diffusion.storage import shown
 
@@ -134,10 +133,7 @@ class TableSource(Source):
             return self._read(location.file, image), path
 
         def rejected(detail: str) -> Rejected:
-            image = None
-            with suppress(UnfitFileError):
-                image, _ = read()
-            return Rejected(key, Reason.TOO_LARGE, location, detail, bare_record(key, image, location))
+            return rejected_for_texts(key, Reason.TOO_LARGE, location, detail, lambda: read()[0])
 
         size = sum(_bytes_of(batch.column(name)[at]) for name in columns.metadata)
         if size > self.row_limit():
