@@ -168,7 +168,7 @@ def main() -> None:
     """Generate, score, report."""
     parser = CommandParser(description=__doc__)
     parser.add_argument("demo", type=Path, help="folder of the demo, with autoencoder/ and modern_64/")
-    parser.add_argument("--guidance-scale", type=float, default=2.0)
+    parser.add_argument("--guidance-scale", type=float, default=3.0)
     parser.add_argument("--steps", type=int, default=25, help="steps of the sampler")
     parser.add_argument("--seeds", type=int, default=4, help="images of each prompt")
     parser.add_argument("--weights", choices=["raw", "ema"], default="ema")
