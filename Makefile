@@ -7,7 +7,7 @@ VENV := .venv-lowest
 LOCK := $(VENV)/requirements.txt
 LOCKED := setup.py overrides.txt Makefile
 else
-VERSIONS := 3.13 3.12 3.11
+VERSIONS := 3.13 3.12 3.11 3.14
 VENV := .venv
 LOCK := requirements.txt
 LOCKED := $(LOCK)
@@ -47,7 +47,7 @@ help:              ## list the targets
 install: $(INSTALLED)  ## make .venv with the locked dependencies and this package (editable)
 
 $(INSTALLED):
-	$(or $(PYTHON),$(error Python 3.11, 3.12 or 3.13 is needed: install one, or name one with PYTHON=PATH)) -m venv --clear $(VENV)
+	$(or $(PYTHON),$(error Python 3.11 to 3.14 is needed: install one, or name one with PYTHON=PATH)) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet uv
 	$(if $(LOWEST),$(COMPILE) --resolution lowest-direct --output-file $(LOCK))
 	$(if $(LOWEST),sed -i 's/^mosaicml-streaming==.*/streaming-community==0.14.2/' $(LOCK))

@@ -80,7 +80,7 @@ setup(
     license="Apache-2.0",
     packages=find_packages(include=["diffusion", "diffusion.*"]),
     package_data={"diffusion": ["py.typed", "models/data/*", "reports/templates/*"]},
-    python_requires=">=3.11,<3.14",
+    python_requires=">=3.11,<3.15",
     install_requires=REQUIREMENTS,
     extras_require=EXTRAS,
 )

@@ -46,7 +46,11 @@ logger = logging.getLogger(__name__)
 
 
 class BatchLoader(DataLoader):
-    """A DataLoader whose workers' `UserError`s and timeouts arrive with their own message, not with a traceback."""
+    """A DataLoader whose workers are forked, and their `UserError`s and timeouts arrive without a traceback."""
+
+    def __init__(self, *arguments: Any, num_workers: int = 0, **options: Any) -> None:
+        context = "fork" if num_workers else None  # Python 3.14 would send them the data set.
+        super().__init__(*arguments, num_workers=num_workers, multiprocessing_context=context, **options)
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Iterate over batches; a UserError comes from the data set, or because a worker gave nothing for too long."""

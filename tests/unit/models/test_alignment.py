@@ -137,7 +137,7 @@ def test_tokens_that_are_routed_around_the_block_are_not_compared(folder):
     torch.testing.assert_close(found, -0.5 * F.cosine_similarity(seen[0], kept, dim=-1).mean())
 
 
-def test_neither_microbatches_nor_recomputation_nor_compilation_matter(folder):
+def test_neither_microbatches_nor_recomputation_nor_compilation_matter(folder, traced):
     """Tokens are routed."""
     config, whole = config_of(folder, token_routing=TokenRoutingConfig(share=0.5, first=1, last=-2)), batch()
     expected = gradients(build(config), [whole])
