@@ -26,7 +26,7 @@ from diffusion.errors import BusyError, MachineError, UserError, explained_write
 from diffusion.files import unique_partial
 from diffusion.formats.run_folder import LEASE
 from diffusion.operations import timeouts
-from diffusion.operations.processes import ProcessRecord, is_alive
+from diffusion.operations.processes import ProcessRecord, is_alive, own_record
 from diffusion.storage import FIRST_CONTACT, Access, ChangedFileError, MissingFileError
 
 log = logging.getLogger(__name__)
@@ -227,7 +227,7 @@ class Applicant:
             OSError: the file cannot be written.
             UserError: the object cannot be written.
         """
-        own = Holder(host=_HOST, namespace=_NAMESPACE, pid=os.getpid(), time=time.time(), token=secrets.token_hex(8))
+        own = Holder(**own_record(), namespace=_NAMESPACE, token=secrets.token_hex(8))
         while True:
             before, self._content = self._content, self.record.read()
             if self._content != before:

@@ -312,8 +312,8 @@ class Supervisor:
         activity = f"a job of {run} is running already"
         remedy = "End it (SIGTERM to a rank saves it), or wait for its end"
         running = MachineError(f"{activity}, supervised or not. {remedy}")
-        here = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.time(), "folder": str(Path.cwd())}
-        record = json.dumps(here | {"arguments": self._arguments}).encode()
+        here = processes.own_record() | {"folder": str(Path.cwd()), "arguments": self._arguments}
+        record = json.dumps(here).encode()
         with (
             explained_writes(f"the run folder {run}", "Free space, or choose another output_folder"),
             ExitStack() as stack,
