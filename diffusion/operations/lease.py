@@ -23,7 +23,7 @@ from pathlib import Path
 from diffusion import storage
 from diffusion.distributed import USER_ERROR_EXIT_CODE, agree, broadcast, is_first_rank, local_rank
 from diffusion.errors import BusyError, MachineError, UserError, explained_writes
-from diffusion.files import unique_partial
+from diffusion.files import file_system_time, unique_partial
 from diffusion.formats.run_folder import LEASE
 from diffusion.operations import timeouts
 from diffusion.operations.processes import ProcessRecord, is_alive, own_record
@@ -258,8 +258,11 @@ def active_holder(location: Path | str) -> Holder | None:
     if _is_here(holder):
         return holder if is_alive(holder) else None
     with suppress(FileNotFoundError):
-        written = location.stat().st_mtime if isinstance(location, Path) else storage.stat(location).time
-        if time.time() - (written or 0.0) < 2 * timeouts.LEASE:
+        if isinstance(location, Path):
+            now, written = file_system_time(location.parent), location.stat().st_mtime
+        else:
+            now, written = time.time(), storage.stat(location).time
+        if now - (written or 0.0) < 2 * timeouts.LEASE:
             return holder
     return None
 
