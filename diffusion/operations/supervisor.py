@@ -259,8 +259,9 @@ class Supervisor:
                 is_growing = True
                 self.events.add(EventKind.growing, "more hosts are fit; it saves a checkpoint and continues on them")
                 processes.terminate(self._ranks() or [job.pid])
-            stopped = [one.rank for one in heartbeats if processes.status(one) == psutil.STATUS_STOPPED]
-            have_exited = all(one.host == socket.gethostname() and not processes.is_alive(one) for one in heartbeats)
+            statuses = {one.rank: processes.status(one) for one in heartbeats}
+            stopped = [rank for rank, status in statuses.items() if status == psutil.STATUS_STOPPED]
+            have_exited = all(one.host == socket.gethostname() and statuses[one.rank] is None for one in heartbeats)
             now, reason = detector.judge(heartbeats, stopped, have_exited=have_exited)
             if now is Condition.hang:
                 ending = self._end_hang(job, heartbeats, reason)
