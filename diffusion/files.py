@@ -131,6 +131,23 @@ def hash_file(path: Path, kind: str) -> str:
     return digest.hexdigest()
 
 
+def file_system_time(folder: Path) -> float:
+    """Read the clock that dates the files of a folder, which may be another host's, in seconds since 1970.
+
+    It dates a file that is made for that. The clock of this host stands in for it where none can be made.
+    """
+    path = unique_partial(folder / "clock")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        try:
+            return path.stat().st_mtime
+        finally:
+            path.unlink()
+    except OSError:
+        return time.time()
+
+
 def sync(path: Path) -> None:
     """Wait until the content of a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

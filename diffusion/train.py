@@ -36,7 +36,7 @@ from diffusion.callbacks import build_callbacks, build_loggers, check_states, sh
 from diffusion.callbacks.monitoring import Heartbeat
 from diffusion.callbacks.saving import SaveCheckpoints
 from diffusion.checkpointing.find import check_checkpoint, resolve_checkpoint
-from diffusion.checkpointing.read import as_data_error, read_identities
+from diffusion.checkpointing.read import as_user_error, read_identities
 from diffusion.checkpointing.resume import (
     checkpoint_storage,
     find_resumption,
@@ -442,6 +442,7 @@ def build_trainer(
     Raises:
         ConfigurationError: an algorithm of the user's own cannot be built, or two objects would share a state.
         DataError: the checkpoint is damaged.
+        MachineError: it cannot be read.
     """
     settings, optimizer = config.trainer, build_optimizer(config, model)
     configured = group_settings(optimizer)
@@ -476,7 +477,7 @@ def build_trainer(
             load_ignore_keys=_drop_empty_scaler,
         )
     except CheckpointException as error:
-        raise as_data_error(error, str(load_path)) from error
+        raise as_user_error(error, str(load_path)) from error
     if config.performance.log_late:
         trainer.log_late()
     if load_path is not None:

@@ -102,6 +102,7 @@ def main() -> None:
         arguments=sys.argv[1:],
         environment=job.environment,
         growth=None if options.grow_after is None else (job.could_grow, options.grow_after),
+        interrupt=job.interrupt,
     )
     supervisor.listen()
     with served(settings.prometheus, lambda: {run.name: read_run_metrics(run, heartbeats)}):

@@ -3,8 +3,6 @@
 import faulthandler
 import logging
 import math
-import os
-import socket
 import statistics
 import time
 from collections import deque
@@ -39,6 +37,7 @@ from diffusion.operations.costs import (
 from diffusion.operations.hang_detection import STACKS_SIGNAL
 from diffusion.operations.heartbeats import HeartbeatFile, HeartbeatRecord, Phase, stacks_file
 from diffusion.operations.lease import Lease, renewed
+from diffusion.operations.processes import own_record
 from diffusion.operations.utilisation import (
     Counters,
     LoaderSettings,
@@ -164,14 +163,12 @@ class Heartbeat(Callback):
         self._phase = phase
         self._file.write(
             HeartbeatRecord(
+                **own_record(),
                 rank=rank(),
-                pid=os.getpid(),
-                host=socket.gethostname(),
                 count=self._count,
                 phase=phase,
                 step=self._step,
                 num_done=self._num_done,
-                time=time.time(),
                 median_step=statistics.median(self._steps) if len(self._steps) > 2 else None,
                 **ending,
             )

@@ -154,7 +154,7 @@ class SaveCheckpoints(Callback):
             self._write(path, content, is_sharded)
         else:
             self._pending = self._pool.submit(self._write, path, self._host_copy.update(content), is_sharded)
-            self._pending.add_done_callback(_log_failure)
+            self._pending.add_done_callback(self._log_failure)
         logger.log_metrics({STALL: time.perf_counter() - start})
 
     def _wait(self) -> None:
@@ -162,6 +162,11 @@ class SaveCheckpoints(Callback):
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
+
+    def _log_failure(self, written: concurrent.futures.Future[None]) -> None:
+        """Log at once why a write failed that nothing waits for yet; the run ends at its next save."""
+        if self._pending is written and (error := written.exception()) is not None and is_first_rank():
+            log.error("%s", error)
 
     # In the background, if asked for
 
@@ -245,12 +250,6 @@ def _make_room(path: Path) -> None:
         if path.exists():
             remove_checkpoint(path)
         (path if path.suffix == "" else path.parent).mkdir(parents=True, exist_ok=True)
-
-
-def _log_failure(written: concurrent.futures.Future[None]) -> None:
-    """Log at once why a write in the background failed; the run ends at its next save."""
-    if (error := written.exception()) is not None and is_first_rank():
-        log.error("%s", error)
 
 
 def _take_device() -> None:

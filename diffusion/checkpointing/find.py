@@ -6,7 +6,7 @@ Whole means that all files are there and long enough, which is seen without read
 import logging
 import os
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,17 @@ from diffusion.checkpointing.layout import (
     remove_checkpoint,
     remove_copy,
 )
-from diffusion.checkpointing.read import UnsafeCheckpointError, check_bytes, check_safe, read_metadata, stored_files
+from diffusion.checkpointing.read import (
+    UnsafeCheckpointError,
+    check_bytes,
+    check_safe,
+    is_sharded,
+    patiently,
+    read_metadata,
+    stored_files,
+)
 from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoint, RemoteCheckpoints
-from diffusion.errors import ConfigurationError, DataError, MachineError, UnavailableError
+from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.files import PARTIAL
 from diffusion.formats.run_folder import CHECKPOINTS, checkpoint_folder
 from diffusion.storage import is_url, join
@@ -42,27 +50,34 @@ def find_damage(path: Path) -> str | None:
 
     Raises:
         UnsafeCheckpointError: its index would run code.
+        MachineError: it cannot be read.
     """
     try:
-        return storage.retry(str(path), lambda: _find_damage(path))
+        if patiently(path, lambda: is_half_written(path)):
+            return "it is incomplete"
+        if is_sharded(path):
+            ends = stored_files(read_metadata(path))
+            return patiently(path, lambda: _find_missing(path, ends))
+        names = patiently(path, lambda: _list_archive(path))
     except UnsafeCheckpointError:
         raise
-    except (DataError, UnavailableError, zipfile.BadZipFile, OSError) as error:
+    except (DataError, zipfile.BadZipFile) as error:
         return str(error)
+    return None if any(name.endswith("/data.pkl") for name in names) else "it holds no state"
 
 
-def _find_damage(path: Path) -> str | None:
-    if is_half_written(path):
-        return "it is incomplete"
-    if path.is_dir():
-        for file, end in sorted(stored_files(read_metadata(path)).items()):
-            if not (path / file).is_file():
-                return f"{file} is missing"
-            if (size := (path / file).stat().st_size) < end:
-                return f"{file} has {size:,} of at least {end:,} bytes"
-        return None
+def _find_missing(path: Path, ends: Mapping[str, int]) -> str | None:
+    for file, end in sorted(ends.items()):
+        if not (path / file).is_file():
+            return f"{file} is missing"
+        if (size := (path / file).stat().st_size) < end:
+            return f"{file} has {size:,} of at least {end:,} bytes"
+    return None
+
+
+def _list_archive(path: Path) -> list[str]:
     with zipfile.ZipFile(path) as archive:
-        return None if any(name.endswith("/data.pkl") for name in archive.namelist()) else "it holds no state"
+        return archive.namelist()
 
 
 def is_complete(checkpoint: Path | RemoteCheckpoint) -> bool:

@@ -6,6 +6,7 @@ that knows nothing but what an index consists of, the rest with torch's `weights
 """
 
 import datetime
+import errno
 import io
 import json
 import pickle
@@ -30,15 +31,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.futures import Future
 from torch.serialization import _get_layout
 from torch.torch_version import TorchVersion
 
 from diffusion import storage
 from diffusion.checkpointing.layout import CHECKPOINT_INDEX, CHECKSUM_KIND, CHECKSUMS
 from diffusion.config.model import Weights
-from diffusion.errors import DataError, UnavailableError
+from diffusion.errors import DataError, MachineError, UnavailableError, UserError
 from diffusion.files import hash_file
 
 _NUMPY_TYPES = [np.ndarray, np.dtype, _reconstruct, scalar, *(type(np.dtype(kind)) for kind in "?bhilqBHILQefd")]
@@ -59,7 +61,6 @@ _DAMAGE = (
     TypeError,
     ValueError,
     zipfile.BadZipFile,
-    OSError,
 )
 """Exceptions of reading a damaged pickle or archive."""
 
@@ -118,9 +119,10 @@ def read_metadata(checkpoint: Path) -> Metadata:
     Raises:
         UnsafeCheckpointError: the index would run code, or names files outside of the folder.
         DataError: it is missing, damaged, or not an index.
+        MachineError: it cannot be read.
     """
     path = checkpoint / CHECKPOINT_INDEX
-    content = _patiently(path, path.read_bytes)
+    content = patiently(path, path.read_bytes)
     try:
         index = _IndexUnpickler(io.BytesIO(content)).load()
         _check_index(index)
@@ -163,8 +165,17 @@ class SafeReader(FileSystemReader):
         index.storage_meta = StorageMeta(load_id=self.load_id)
         return index
 
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read this rank's entries; a MachineError if its file system fails."""
+        return patiently(Path(self.path), partial(super().read_data, plan, planner))
+
 
 # Files and entries
+
+
+def is_sharded(checkpoint: Path) -> bool:
+    """Return whether a checkpoint is a folder; a MachineError if it cannot be looked at."""
+    return patiently(checkpoint, checkpoint.is_dir)
 
 
 def load_safely(source: Path | io.BytesIO, name: str, *, mmap: bool = False) -> Any:
@@ -173,10 +184,12 @@ def load_safely(source: Path | io.BytesIO, name: str, *, mmap: bool = False) -> 
     Raises:
         UnsafeCheckpointError: it holds something else, which might run code.
         DataError: it is damaged, or in a form that is not read.
+        MachineError: the file cannot be read.
     """
+    read = partial(torch.load, source, map_location="cpu", weights_only=True, mmap=mmap)
     with torch.serialization.safe_globals(_SAFE_TYPES):
         try:
-            return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+            return patiently(source, read) if isinstance(source, Path) else read()
         except _DAMAGE as error:
             if rejected := re.search(r"GLOBAL ([\w.]+)", str(error)):
                 raise UnsafeCheckpointError(
@@ -204,12 +217,14 @@ class SafeLoadPlanner(DefaultLoadPlanner):
             set_element(self.original_state_dict, self.mappings[key], content)
 
 
-def as_data_error(error: CheckpointException, checkpoint: Path | str) -> DataError:
+def as_user_error(error: CheckpointException, checkpoint: Path | str) -> UserError:
     """The error of a distributed load as one message."""
     rank, (cause, _) = next(iter(error.failures.items()))
-    if isinstance(cause, DataError):
+    if isinstance(cause, UserError):
         return cause
     where = f"checkpoint {checkpoint} cannot be loaded" + (f" (rank {rank})" if rank else "")
+    if isinstance(cause, OSError):
+        return _unread(where, cause)
     kind = UnsafeCheckpointError if re.search(r"GLOBAL [\w.]+", str(cause)) else DataError
     return kind(f"{where}: {_reason(cause)}. Choose another one, or remove it")
 
@@ -224,7 +239,7 @@ def check_safe(checkpoint: Path) -> None:
         UnsafeCheckpointError: it would run code.
         DataError: it is damaged.
     """
-    if not checkpoint.is_dir():
+    if not is_sharded(checkpoint):
         load_safely(checkpoint, str(checkpoint), mmap=True)
         return
     index = read_metadata(checkpoint)
@@ -240,7 +255,7 @@ def check_safe(checkpoint: Path) -> None:
                 load_safely(io.BytesIO(file.read(entry.length)), f"{path}, entry {key}")
 
     for path in entries:
-        _patiently(path, partial(check_entries, path))
+        patiently(path, partial(check_entries, path))
 
 
 def check_bytes(checkpoint: Path) -> None:
@@ -250,7 +265,7 @@ def check_bytes(checkpoint: Path) -> None:
         UnsafeCheckpointError: its index would run code.
         DataError: its bytes have changed.
     """
-    if checkpoint.is_dir():
+    if is_sharded(checkpoint):
         names = sorted({CHECKPOINT_INDEX, *stored_files(read_metadata(checkpoint))})
         stored = read_checksums(checkpoint)
         if missing := [name for name in names if name not in stored]:
@@ -266,7 +281,7 @@ def check_bytes(checkpoint: Path) -> None:
             return archive.testzip()
 
     try:
-        damaged = _patiently(checkpoint, find_damaged)
+        damaged = patiently(checkpoint, find_damaged)
     except _DAMAGE as error:
         raise DataError(f"{checkpoint} is damaged: {error}") from error
     if damaged is not None:
@@ -276,7 +291,7 @@ def check_bytes(checkpoint: Path) -> None:
 def read_checksums(folder: Path) -> dict[str, str]:
     """Read the checksums of a folder's files, by name; a DataError if they are missing or damaged."""
     path = folder / CHECKSUMS
-    content = _patiently(path, path.read_bytes)
+    content = patiently(path, path.read_bytes)
     try:
         return {str(name): str(entry[CHECKSUM_KIND]) for name, entry in json.loads(content).items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -284,17 +299,30 @@ def read_checksums(folder: Path) -> dict[str, str]:
 
 
 def _checksum(path: Path) -> str:
-    return _patiently(path, lambda: hash_file(path, CHECKSUM_KIND))
+    return patiently(path, lambda: hash_file(path, CHECKSUM_KIND))
 
 
-def _patiently(path: Path, read: Callable[[], T]) -> T:
-    """Read a file of a checkpoint, again while its file system fails in a way that may pass; then a DataError."""
+def patiently(path: Path, read: Callable[[], T]) -> T:
+    """Read a file of a checkpoint, again while its file system fails in a way that may pass.
+
+    Raises:
+        DataError: it is missing.
+        MachineError: it cannot be read, which says nothing of its content.
+    """
     try:
         return storage.retry(str(path), read)
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        raise _unread(f"{path} cannot be read", error) from error
     except UnavailableError as error:
-        raise DataError(str(error)) from error
+        raise MachineError(f"{error}. If that does not help, remove the checkpoint") from error
+
+
+def _unread(problem: str, error: OSError) -> UserError:
+    """The error of a file that is missing or damaged (EINVAL: it names an impossible position), or is not read."""
+    reason = f"{problem}: {error.strerror or error}"
+    if error.errno in (None, errno.EINVAL, errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
+        return DataError(reason)
+    return MachineError(f"{reason}. Check its permissions and its disk, and run the same command again")
 
 
 # What a checkpoint holds
@@ -307,11 +335,12 @@ class StoredState:
 
     Raises:
         DataError: its index is damaged, or would run code; or the file is.
+        MachineError: it cannot be read.
     """
 
     def __init__(self, checkpoint: Path) -> None:
-        self._checkpoint = checkpoint
-        if checkpoint.is_dir():
+        self._checkpoint, self._is_sharded = checkpoint, is_sharded(checkpoint)
+        if self._is_sharded:
             self._entries: dict[str, Any] = read_metadata(checkpoint).state_dict_metadata
         else:
             self._entries = dict(_flatten(load_safely(checkpoint, f"checkpoint {checkpoint}", mmap=True)))
@@ -323,7 +352,7 @@ class StoredState:
     def read(self, keys: Collection[str]) -> dict[str, Any]:
         """Read entries to the CPU; a DataError if one is damaged, or would run code."""
         entries = {key: self._entries[key] for key in keys}
-        if not self._checkpoint.is_dir():
+        if not self._is_sharded:
             return {key: value.clone() if isinstance(value, Tensor) else value for key, value in entries.items()}
         content = {
             key: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -337,7 +366,7 @@ class StoredState:
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no_dist asks for that.
                 load(content, storage_reader=SafeReader(self._checkpoint), planner=planner, no_dist=True)
         except CheckpointException as error:
-            raise as_data_error(error, self._checkpoint) from error
+            raise as_user_error(error, self._checkpoint) from error
         return content
 
     def read_below(self, prefix: str) -> dict[str, Any]:

@@ -5,8 +5,9 @@ be killed at any moment:
 
 - A shard is fetched and hashed under a lock of its own (flock on `.locks/NAME` in the stream's folder, which the kernel
   releases). It is fetched to a file beside it, which gets its name when its size and hash are those of the index.
-- The file of the lock holds the time of the last check, and the failure if there was one. A process that waited for
-  a failed attempt of another one fails with its message. A shard that has been checked since this process opened
+- The file of the lock holds the failure of the last check if there was one, and is dated by it: hosts that share a
+  cache compare times by the clock of its file system only. A process that waited for a failed attempt of another one
+  fails with its message. A shard that has been checked since this process opened
   the stream is not hashed again: a node hashes each shard once in a start. A copy found damaged is fetched
   again; damage after that check is a DataError.
 - The index of a cache is compared with the original at the start of training (`replace_index`).
@@ -30,7 +31,7 @@ from typing import Any, NamedTuple
 from diffusion import storage
 from diffusion.datasets.streams import StreamLocation
 from diffusion.errors import DataError, MachineError, UserError
-from diffusion.files import PARTIAL, atomic_path, lock, unique_partial
+from diffusion.files import PARTIAL, atomic_path, file_system_time, lock, unique_partial
 from diffusion.formats.shards import (
     INDEX,
     SampleDecoder,
@@ -211,8 +212,9 @@ class StreamShards:
         self.name, self.remote, self.folder = location.name, location.remote, Path(location.local)
         self._access, self._hash_kind, self._columns = location.access, hash_kind, columns
         self._limit, self._meter = limit if self.remote else None, meter or TierMeter()
-        self._opened = time.time()
         self.index = self._open_index()
+        has_notes = self.remote is not None or any(shard.packed is not None for shard in self.index.shards)
+        self._opened = file_system_time(self.folder) if has_notes else time.time()
         if self._limit is not None:
             self._limit.add(self.folder, self.index)
         # One byte for each shard, shared with the workers that this process forks: 1 once it has been checked.
@@ -345,12 +347,12 @@ class StreamShards:
 
     def _make_whole(self, shard: int) -> None:
         """Check a shard that is here, and fetch one that is not, or is damaged; one process of the node does so."""
-        began = time.time()
+        before = _read_note(self.folder / LOCKS / self.index.shards[shard].raw.name)
         with self._locked(shard) as note:
             if self._checked[shard] and self.is_here(shard):
                 return
-            checked, failure = _read_note(note)
-            if failure is not None and checked >= began:
+            checked, failure = found = _read_note(note)
+            if failure is not None and found != before:
                 raise DataError(failure)
             if failure is not None or checked < self._opened or not self.is_here(shard):
                 try:
@@ -425,12 +427,16 @@ _CHECK = (
 )
 
 
-def _read_note(descriptor: int | None) -> tuple[float, str | None]:
-    """Read when a shard was checked last, and how that failed, from the file of its lock."""
-    if descriptor is not None:
-        with suppress(ValueError):  # Empty, or cut off.
-            checked, failure = json.loads(os.pread(descriptor, 2**16, 0))
-            return checked, failure
+def _read_note(file: Path | int | None) -> tuple[float, str | None]:
+    """Read when a shard was checked last, and how that failed, from the file of its lock, open or not."""
+    if file is not None:
+        with (
+            suppress(OSError, ValueError),  # There is none; it is empty, or cut off.
+            open(file, "rb", buffering=0, closefd=isinstance(file, Path)) as note,
+        ):
+            note.seek(0)
+            _, failure = json.loads(note.read())
+            return os.fstat(note.fileno()).st_mtime, failure
     return 0.0, None
 
 

@@ -7,6 +7,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from typing import Any
 from diffusion.config.checks import rank_problems
 from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError, MachineError
+from diffusion.operations import timeouts
 from diffusion.operations.checks.nodes import NodeSpeed, compare_nodes, unfit_nodes
 from diffusion.operations.checks.verdicts import Level, Verdict, merge, problem, raise_problems
 from diffusion.operations.events import EventKind, EventLog, log
@@ -64,14 +66,19 @@ class Survey:
         return unfit_nodes(self.hosts, self.verdicts)
 
 
-def survey(hosts: Sequence[str], command: Callable[[str], Sequence[str]], timeout: float) -> Survey:
+def survey(
+    hosts: Sequence[str],
+    command: Callable[[str], Sequence[str]],
+    timeout: float,
+    is_interrupted: Callable[[], bool] = lambda: False,
+) -> Survey:
     """Check hosts in parallel, each by itself, and compare their measurements.
 
     `command` returns the command that runs `CHECK_MODULE` on a host, which is unfit without an answer within `timeout`
-    seconds.
+    seconds, or before the interruption.
     """
     with ThreadPoolExecutor(len(hosts)) as pool:
-        answers = list(pool.map(lambda host: _run_check(command(host), timeout), hosts))
+        answers = list(pool.map(lambda host: _run_check(command(host), timeout, is_interrupted), hosts))
     found, speeds = [], []
     for host, answer in zip(hosts, answers, strict=True):
         if isinstance(answer, Verdict):
@@ -83,7 +90,7 @@ def survey(hosts: Sequence[str], command: Callable[[str], Sequence[str]], timeou
     return Survey(hosts=tuple(hosts), speeds={speed.name: speed for speed in speeds}, verdicts=tuple(verdicts))
 
 
-def _run_check(command: Sequence[str], timeout: float) -> dict[str, Any] | Verdict:
+def _run_check(command: Sequence[str], timeout: float, is_interrupted: Callable[[], bool]) -> dict[str, Any] | Verdict:
     """Return the answer of a host's check, or the problem that there is none."""
     pipe = subprocess.PIPE
     try:
@@ -92,11 +99,16 @@ def _run_check(command: Sequence[str], timeout: float) -> dict[str, Any] | Verdi
         )
     except OSError as error:
         return problem("answers", f"{command[0]} cannot be started: {error.strerror}", "install it, or correct SSH")
-    try:
-        output, errors = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.kill()  # Without waiting: it may hang in the kernel.
-        return problem("answers", f"no answer for {timeout:.0f} s", "find out what the check waits for (disk, GPU)")
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            output, errors = process.communicate(timeout=timeouts.POLL)
+            break
+        except subprocess.TimeoutExpired:
+            if is_interrupted() or time.monotonic() > deadline:
+                process.kill()  # Without waiting: it may hang in the kernel.
+                remedy = "find out what the check waits for (disk, GPU)"
+                return problem("answers", f"no answer for {timeout:.0f} s", remedy)
     try:
         answer = json.loads(output.splitlines()[-1])
     except (IndexError, ValueError):
@@ -201,6 +213,7 @@ class HostedJob:
         self._used: tuple[str, ...] = ()
         self._num_ranks = 0
         self._speeds: dict[str, NodeSpeed] = {}
+        self._is_interrupted = False
         here = [sys.executable, "-m", CHECK_MODULE, *arguments]
         self._check = (lambda host: here) if pool is None else check_over_ssh(arguments)
 
@@ -209,7 +222,9 @@ class HostedJob:
         pool = self._pool
         hosts = pool.hosts[: pool.wanted] if pool is not None else ()
         if self._timeout is not None:
-            found = survey(pool.hosts if pool else [socket.gethostname()], self._check, self._timeout)
+            found = self._survey(pool.hosts if pool else [socket.gethostname()])
+            if self._is_interrupted:
+                raise MachineError("the check of the hosts was interrupted")
             self._report(found)
             if pool is None:
                 _raise_shared_problems(found)
@@ -226,11 +241,11 @@ class HostedJob:
         Those that it uses are not disturbed: they count as fit, with the speeds measured before its start.
         """
         pool = self._pool
-        assert pool is not None and self._timeout is not None
+        assert pool is not None
         idle = [host for host in pool.hosts if host not in self._used]
         if not idle or len(self._used) == pool.wanted:
             return False
-        found = survey(idle, self._check, self._timeout)
+        found = self._survey(idle)
         speeds = self._speeds | found.speeds
         verdicts = (*found.verdicts, *compare_nodes(list(speeds.values())))
         joined = Survey(hosts=pool.hosts, speeds=speeds, verdicts=verdicts)
@@ -238,6 +253,14 @@ class HostedJob:
             return choose_hosts(joined, pool, self._config)[1] > self._num_ranks
         except MachineError:
             return False
+
+    def interrupt(self) -> None:
+        """End checks of hosts, in another thread or from a signal handler; none succeeds from then on."""
+        self._is_interrupted = True
+
+    def _survey(self, hosts: Sequence[str]) -> Survey:
+        assert self._timeout is not None
+        return survey(hosts, self._check, self._timeout, lambda: self._is_interrupted)
 
     def _report(self, found: Survey) -> None:
         for verdict in found.verdicts:

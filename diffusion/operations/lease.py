@@ -23,10 +23,10 @@ from pathlib import Path
 from diffusion import storage
 from diffusion.distributed import USER_ERROR_EXIT_CODE, agree, broadcast, is_first_rank, local_rank
 from diffusion.errors import BusyError, MachineError, UserError, explained_writes
-from diffusion.files import unique_partial
+from diffusion.files import file_system_time, unique_partial
 from diffusion.formats.run_folder import LEASE
 from diffusion.operations import timeouts
-from diffusion.operations.processes import ProcessRecord, is_alive
+from diffusion.operations.processes import ProcessRecord, is_alive, own_record
 from diffusion.storage import FIRST_CONTACT, Access, ChangedFileError, MissingFileError
 
 log = logging.getLogger(__name__)
@@ -227,7 +227,7 @@ class Applicant:
             OSError: the file cannot be written.
             UserError: the object cannot be written.
         """
-        own = Holder(host=_HOST, namespace=_NAMESPACE, pid=os.getpid(), time=time.time(), token=secrets.token_hex(8))
+        own = Holder(**own_record(), namespace=_NAMESPACE, token=secrets.token_hex(8))
         while True:
             before, self._content = self._content, self.record.read()
             if self._content != before:
@@ -258,8 +258,11 @@ def active_holder(location: Path | str) -> Holder | None:
     if _is_here(holder):
         return holder if is_alive(holder) else None
     with suppress(FileNotFoundError):
-        written = location.stat().st_mtime if isinstance(location, Path) else storage.stat(location).time
-        if time.time() - (written or 0.0) < 2 * timeouts.LEASE:
+        if isinstance(location, Path):
+            now, written = file_system_time(location.parent), location.stat().st_mtime
+        else:
+            now, written = time.time(), storage.stat(location).time
+        if now - (written or 0.0) < 2 * timeouts.LEASE:
             return holder
     return None
 

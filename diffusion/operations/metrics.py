@@ -61,7 +61,7 @@ def read_run_metrics(run: Path, heartbeats: Path) -> dict[str, float]:
     num_supervised = sum(event["event"] == EventKind.started.value for event in read_events(run))
     totals = total(starts)
     return {
-        STEP: max((record.step for record in records), default=math.nan),
+        STEP: max((record.step for record in records if record.step >= 0), default=math.nan),
         HEARTBEAT_AGE: time.time() - max((record.time for record in records), default=math.nan),
         RESTARTS: max(num_supervised, len(starts), 1) - 1,
         GPU_HOURS: totals.gpu_hours,

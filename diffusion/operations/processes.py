@@ -1,11 +1,15 @@
 """Processes of a job: identify, terminate and kill them."""
 
+import functools
 import os
 import signal
 import socket
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -21,6 +25,30 @@ class ProcessRecord:
     time: float
     """Time of the record in seconds since 1970, by the clock of the host."""
 
+    start: str | None = None
+    """Start of the process, whatever the clock of the host: its boot, and ticks since then. None: not known."""
+
+
+def own_record() -> dict[str, Any]:
+    """Return the fields of a record of this process."""
+    return {"pid": os.getpid(), "host": socket.gethostname(), "time": time.time(), "start": _start_of(os.getpid())}
+
+
+def _start_of(pid: int) -> str | None:
+    try:
+        ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]  # Field 22 of proc_pid_stat(5).
+    except OSError:
+        return None
+    return f"{_boot()} {ticks}"
+
+
+@functools.cache
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
 
 def status(record: ProcessRecord) -> str | None:
     """Return psutil's status of the process that wrote a record.
@@ -31,7 +59,11 @@ def status(record: ProcessRecord) -> str | None:
         return None
     try:
         process = psutil.Process(record.pid)
-        is_same, found = process.create_time() < record.time + 1, process.status()
+        # The time at which psutil dates a process moves with the clock.
+        is_same = (
+            process.create_time() < record.time + 1 if record.start is None else _start_of(record.pid) == record.start
+        )
+        found = process.status()
     except psutil.NoSuchProcess:
         return None
     return found if is_same and found != psutil.STATUS_ZOMBIE else None

@@ -152,7 +152,8 @@ class Supervisor:
 
     `start` returns the command of the next start; a `MachineError` counts as the end of that start. The environment is
     that of the job, the arguments are those of the supervisor, stored for `runs.py resume`. `growth` says whether the
-    job would start on more hosts now, and the seconds between two looks; None: never look.
+    job would start on more hosts now, and the seconds between two looks; None: never look. `interrupt` is called at a
+    signal and at the end, and ends both soon.
     """
 
     def __init__(
@@ -166,9 +167,10 @@ class Supervisor:
         environment: dict[str, str],
         arguments: Sequence[str] = (),
         growth: tuple[Callable[[], bool], float] | None = None,
+        interrupt: Callable[[], None] = lambda: None,
     ) -> None:
         self.run_folder, self.heartbeats, self.settings, self.events = run, heartbeats, settings, events
-        self._start, self._environment, self._growth = start, environment, growth
+        self._start, self._environment, self._growth, self._interrupt = start, environment, growth, interrupt
         self._restarts, self._arguments = Restarts(settings), tuple(arguments)
         self._signal: int | None = None
         # A handler runs within the waiting thread. An Event that it sets would deadlock if the thread holds its lock;
@@ -182,6 +184,7 @@ class Supervisor:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
+        self._interrupt()
         self._wake.put(None)
 
     def _wait(self, seconds: float) -> None:
@@ -214,6 +217,7 @@ class Supervisor:
                 self._wait(pause)
         finally:
             os.close(lock)
+            self._interrupt()
             self.events.close()
 
     def _start_once(self, lock: int) -> Ending:
@@ -255,8 +259,9 @@ class Supervisor:
                 is_growing = True
                 self.events.add(EventKind.growing, "more hosts are fit; it saves a checkpoint and continues on them")
                 processes.terminate(self._ranks() or [job.pid])
-            stopped = [one.rank for one in heartbeats if processes.status(one) == psutil.STATUS_STOPPED]
-            have_exited = all(one.host == socket.gethostname() and not processes.is_alive(one) for one in heartbeats)
+            statuses = {one.rank: processes.status(one) for one in heartbeats}
+            stopped = [rank for rank, status in statuses.items() if status == psutil.STATUS_STOPPED]
+            have_exited = all(one.host == socket.gethostname() and statuses[one.rank] is None for one in heartbeats)
             now, reason = detector.judge(heartbeats, stopped, have_exited=have_exited)
             if now is Condition.hang:
                 ending = self._end_hang(job, heartbeats, reason)
@@ -312,8 +317,8 @@ class Supervisor:
         activity = f"a job of {run} is running already"
         remedy = "End it (SIGTERM to a rank saves it), or wait for its end"
         running = MachineError(f"{activity}, supervised or not. {remedy}")
-        here = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.time(), "folder": str(Path.cwd())}
-        record = json.dumps(here | {"arguments": self._arguments}).encode()
+        here = processes.own_record() | {"folder": str(Path.cwd()), "arguments": self._arguments}
+        record = json.dumps(here).encode()
         with (
             explained_writes(f"the run folder {run}", "Free space, or choose another output_folder"),
             ExitStack() as stack,

@@ -1,7 +1,10 @@
 """Which checkpoint is used: damaged ones are not, and ones that try to run code are rejected."""
 
+import builtins
 import contextlib
 import errno
+import io
+import math
 import os
 import pickle
 import shutil
@@ -15,9 +18,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 from diffusion import storage
 from diffusion.checkpointing.find import (
+    DAMAGED,
     LocalCheckpoints,
     check_checkpoint,
     find_checkpoints,
+    find_damage,
     newest_that_passes,
     resolve_checkpoint,
 )
@@ -28,12 +33,20 @@ from diffusion.checkpointing.layout import (
     list_checkpoints,
     remove_checkpoint,
 )
-from diffusion.checkpointing.read import UnsafeCheckpointError, read_checksums, read_metadata, read_weights
+from diffusion.checkpointing.read import (
+    StoredState,
+    UnsafeCheckpointError,
+    check_bytes,
+    check_safe,
+    read_checksums,
+    read_metadata,
+    read_weights,
+)
 from diffusion.checkpointing.resume import checkpoint_storage, find_resumption
 from diffusion.config.loading import load
 from diffusion.config.model import Weights
 from diffusion.config.schema import Config
-from diffusion.errors import ConfigurationError, DataError
+from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.files import hash_file, write_json
 from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 from diffusion.loading import load_model
@@ -147,25 +160,64 @@ def test_of_a_damaged_checkpoint_the_one_before_is_taken(run, damage, caplog):
             load_model(newest)
 
 
-@pytest.mark.parametrize("run", ["fsdp"], indirect=True)
-def test_a_file_system_that_fails_once_damages_no_checkpoint(run, monkeypatch):
-    checkpoints = list_checkpoints(run[1] / "checkpoints")
-    newest, failed = checkpoints[-1], set[str]()
+def failing_opens(monkeypatch, folder: Path, num_failures: float, error: int = errno.ESTALE) -> dict[str, int]:
+    """Let each file in a folder fail so many times when it is opened; return how often each was opened."""
+    opened: dict[str, int] = {}
 
     def failing(method):
         def call(path, *arguments, **options):
-            if newest in path.parents and path.name not in failed:
-                failed.add(path.name)
-                raise OSError(errno.ESTALE, "Stale file handle")
+            if isinstance(path, str | Path) and folder in Path(path).parents:
+                number = opened[Path(path).name] = opened.get(Path(path).name, 0) + 1
+                if number <= num_failures:
+                    raise OSError(error, os.strerror(error))
             return method(path, *arguments, **options)
 
         return call
 
+    for owner, name in ((Path, "stat"), (io, "open"), (builtins, "open")):
+        monkeypatch.setattr(owner, name, failing(getattr(owner, name)))
     monkeypatch.setattr(storage, "FIRST_PAUSE", 0.0)
-    for name in ("open", "stat"):
-        monkeypatch.setattr(Path, name, failing(getattr(Path, name)))
-    assert newest_that_passes(checkpoints, check_checkpoint) == newest
-    assert failed >= {".metadata", "checksums.json"}
+    monkeypatch.setattr(storage, "LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(storage.random, "random", lambda: 1e-3)
+    return opened
+
+
+def read_all(checkpoint: Path) -> dict:
+    return StoredState(checkpoint).read_below("state.model.")
+
+
+@pytest.mark.parametrize("run", FORMS, indirect=True)
+def test_a_file_system_that_fails_once_damages_no_checkpoint(run, monkeypatch):
+    checkpoints = list_checkpoints(run[1] / "checkpoints")
+    newest, content = checkpoints[-1], read_all(checkpoints[-1])
+    for use in (lambda: newest_that_passes(checkpoints, check_checkpoint), lambda: read_all(newest)):
+        with monkeypatch.context() as patch:
+            opened = failing_opens(patch, newest if newest.is_dir() else newest.parent, num_failures=1)
+            found = use()
+        assert max(opened.values()) > 1
+        assert found == newest or all(torch.equal(found[key], content[key]) for key in content)
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("run", FORMS, indirect=True)
+def test_a_file_system_that_goes_on_failing_ends_the_start_and_records_no_damage(run, monkeypatch, error):
+    checkpoints = list_checkpoints(run[1] / "checkpoints")
+    newest = checkpoints[-1]
+    readers = [find_damage, check_checkpoint, check_bytes, check_safe, read_all]
+    readers.append(lambda one: newest_that_passes(checkpoints, check_checkpoint))
+    for read in readers:
+        with monkeypatch.context() as patch:
+            opened = failing_opens(patch, newest if newest.is_dir() else newest.parent, math.inf, error)
+            with pytest.raises(MachineError, match=os.strerror(error)):
+                read(newest)
+        assert max(opened.values()) <= 8, "attempts"
+    config = load(Config, *options(run[1], run[0]))
+    shards = newest if newest.is_dir() else newest.parent
+    with monkeypatch.context() as patch:
+        failing_opens(patch, shards, math.inf, error)
+        with pytest.raises(MachineError):
+            find_resumption(config, checkpoint_storage(config, run[1]))
+    assert not (run[1] / "checkpoints" / DAMAGED).exists()
 
 
 def test_a_flipped_bit_is_noticed_before_anything_is_loaded(trained, tmp_path):

@@ -1,8 +1,12 @@
 """Hosts: checked before a start, compared, chosen; a supervisor that starts a job on the fit ones."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -212,6 +216,33 @@ def test_nothing_is_started_on_unfit_machines(answer, tmp_path):
     *_, last = read_events(tmp_path / "run")
     assert last["event"] == "stopped"
     assert last["reason"].startswith("MachineError: all hosts: no room: free space; no restart before the first step")
+
+
+@pytest.mark.parametrize("is_growing", [False, True])
+def test_a_signal_ends_the_checks_of_hosts(answer, tmp_path, monkeypatch, is_growing):
+    answer("n2", FULL)
+    run, events = tmp_path / "run", EventLog(tmp_path / "run")
+    job = HostedJob(["sleep", "0.1"], [], replace(POOL, wanted=None), run_of(8), 60.0, events)
+    if is_growing:
+        assert job.start()
+    monkeypatch.setattr(job, "_check", lambda host: ["sh", "-c", f"touch {tmp_path}/asked; exec sleep 60"])
+
+    def tell() -> None:
+        while not (tmp_path / "asked").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    began, teller = time.monotonic(), threading.Thread(target=tell)
+    supervisor = Supervisor(
+        job.start, run, run / "beats", SupervisionConfig(), events, environment={}, interrupt=job.interrupt
+    )
+    supervisor.listen()
+    teller.start()
+    assert job.could_grow() is False if is_growing else supervisor.run() == 75
+    teller.join()
+    assert time.monotonic() - began < 30
+    assert not is_growing or supervisor.run() == 75
+    assert [event["event"] for event in read_events(run)][-1] == "stopped"
 
 
 def test_without_a_check_the_first_hosts_are_taken(answer, tmp_path):

@@ -180,6 +180,17 @@ def held_elsewhere(folder: Path, count: int) -> None:
     (folder / "new").replace(folder / LEASE)
 
 
+def test_a_step_of_the_clock_takes_no_lease_from_a_living_process(tmp_path):
+    path = tmp_path / LEASE
+    assert Applicant(path).acquire() is not None
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"time": content["time"] - 1e6}))  # The clock has gone forward since.
+    assert Applicant(path).acquire() is None
+    assert active_holder(path) is not None
+    path.write_text(json.dumps(content | {"start": "another boot 1"}))
+    assert active_holder(path) is None
+
+
 def test_a_lease_of_another_host_is_taken_over_when_it_has_run_out(tmp_path, monkeypatch):
     monkeypatch.setattr(timeouts, "LEASE", 2.0)
     held_elsewhere(tmp_path, 1)

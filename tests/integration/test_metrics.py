@@ -17,8 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from diffusion.config.operations import PrometheusConfig
 from diffusion.errors import MachineError
 from diffusion.operations import metrics as names
-from diffusion.operations.heartbeats import read_heartbeats
-from diffusion.operations.metrics import MEANINGS, served
+from diffusion.operations.heartbeats import HeartbeatFile, HeartbeatRecord, Phase, read_heartbeats
+from diffusion.operations.metrics import MEANINGS, read_run_metrics, served
+from diffusion.operations.processes import own_record
 from tests.tools.evaluation_toys import write_prompts
 from tests.tools.forking import free_port
 from tests.tools.training_runs import ROOT, Job, TrainingServer
@@ -54,6 +55,16 @@ def scrape_when(job: Job, port: int, ready: Callable[[dict[str, float]], bool]) 
 
     job.wait_for(is_ready)
     return found
+
+
+def test_the_step_is_unknown_while_a_run_starts(tmp_path: Path):
+    file = HeartbeatFile(tmp_path / "beats", 0)
+    for step in (-1, 0, 7):
+        record = HeartbeatRecord(**own_record(), rank=0, count=1, phase=Phase.starting, step=step, num_done=0)
+        file.write(record)
+        found = read_run_metrics(tmp_path, tmp_path / "beats")[names.STEP]
+        assert math.isnan(found) if step < 0 else found == step
+    file.close()
 
 
 @pytest.mark.slow

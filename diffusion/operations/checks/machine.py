@@ -11,7 +11,7 @@ import psutil
 
 from diffusion.config.fields import size_text
 from diffusion.config.schema import Config
-from diffusion.config.training import Device
+from diffusion.config.training import Device, Parallelism
 from diffusion.distributed import CGROUP, local_world_size, world_size
 from diffusion.errors import MachineError
 from diffusion.operations.checks.gpu import check_gpu_errors, check_gpu_memory
@@ -54,8 +54,8 @@ class Demand:
     """Batches that loader workers hold ready."""
 
     memory_bytes: float
-    """Processes; the model that each rank builds and initial weights, or later the state for training on the CPU or
-    checkpoints in the background (estimate)."""
+    """Processes; the model that each rank builds and initial weights, or the whole checkpoint that each rank of DDP
+    reads to resume, or the state for training on the CPU or checkpoints in the background (estimate)."""
 
     gpu_bytes: float | None
     """Memory of one GPU; None without GPUs."""
@@ -80,7 +80,8 @@ def find_demand(config: Config, device: Device, *, num_ranks: int, ranks_per_nod
     frozen, network = (WEIGHT_BYTES * number for number in (counts.frozen, counts.trained + counts.fixed))
     built = frozen + network * (1 if config.init_from is None else 2)  # Whole on each rank, also where it is sharded.
     held = state_bytes(config, counts, num_ranks) if holds_state else 0
-    in_memory = max(built, held + (frozen if device is Device.cpu else 0))
+    loaded = checkpoints.largest_bytes if config.trainer.parallelism is Parallelism.ddp else 0
+    in_memory = max(built, loaded, held + (frozen if device is Device.cpu else 0))
     return Demand(
         shm_bytes=ranks_per_node * waiting_bytes(config, data.global_batch_size // num_ranks),
         memory_bytes=ranks_per_node * (RANK_BYTES + workers * WORKER_BYTES + in_memory),

@@ -41,6 +41,34 @@ def test_a_bucket_that_is_gone_ends_the_run_and_keeps_the_files(tmp_path):
     assert path.exists()
 
 
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_the_error_of_a_write_in_the_background_is_logged_unless_its_end_is_awaited(
+    tmp_path, monkeypatch, caplog, is_awaited
+):
+    saver, may_fail = SaveCheckpoints(tmp_path, "1ba", background=True), threading.Event()
+
+    def fail(*_: Any) -> None:
+        assert may_fail.wait(60)
+        raise MachineError("the disk is full")
+
+    time = SimpleNamespace(batch=SimpleNamespace(value=2), epoch=SimpleNamespace(value=0))
+    state: Any = SimpleNamespace(timestamp=time, fsdp_sharded_state_dict_enabled=False, optimizers=[], state_dict=dict)
+    monkeypatch.setattr(saver, "_write", fail)
+    monkeypatch.setattr(saver, "_is_due", lambda *_: True)
+    saver._group = "none"
+    saver.batch_checkpoint(state, Mock())
+    if is_awaited:
+        threading.Timer(0.5, may_fail.set).start()
+    else:
+        may_fail.set()
+        saver.close(state, Mock())
+        assert saver._pool is not None
+        saver._pool.shutdown()
+    with pytest.raises(MachineError, match="full"):
+        saver.fit_end(state, Mock())
+    assert caplog.text.count("the disk is full") == (0 if is_awaited else 1)
+
+
 def test_a_state_that_could_not_be_loaded_ends_the_run_at_its_first_checkpoint(tmp_path):
     time = SimpleNamespace(batch=SimpleNamespace(value=2), epoch=SimpleNamespace(value=0))
     callbacks = {"Fine": {"a": torch.ones(2), "b": [(1, "x"), None]}, "Mine": {"begun": [datetime.now()]}}

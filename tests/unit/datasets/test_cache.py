@@ -391,6 +391,40 @@ def test_who_waits_for_an_attempt_in_vain_fails_with_it(tmp_path: Path, monkeypa
     assert shards.is_here(0)
 
 
+@pytest.mark.parametrize("offset", [-600.0, 0.0, 600.0])
+def test_hosts_with_other_clocks_share_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset: float) -> None:
+    root, hashed = write_encoded(tmp_path / "remote", {"a": 8}), []
+    location = StreamLocation(name="a", remote=str(root / "a"), local=str(tmp_path / "cache"))
+    now, hash_file = time.time, shards_module.hash_file
+
+    def fail(uri: str, path: Path, **_: Any) -> None:
+        raise storage.UnavailableError("no answer")
+
+    def check_elsewhere() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda: now() + offset)
+            StreamShards(location).ensure(0)
+
+    first = StreamShards(location)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: now() + offset)
+        other = StreamShards(location)
+        patch.setattr(storage, "download", fail)
+        with pytest.raises(DataError, match="no answer"):
+            other.ensure(0)
+    first.ensure(0)  # A failure of before does not count.
+    monkeypatch.setattr(shards_module, "hash_file", lambda *file: hashed.append(file) or hash_file(*file))
+    second = StreamShards(location)
+    check_elsewhere()
+    assert len(hashed) == 1
+    second.ensure(0)
+    assert len(hashed) == 1, "it has been checked since the stream was opened"
+    third = StreamShards(location)
+    flip(third.path(0))
+    third.ensure(0)
+    assert third.path(0).read_bytes() == (root / "a" / third.path(0).name).read_bytes(), "it was checked before"
+
+
 # Several processes and jobs, and kills
 
 FORK = multiprocessing.get_context("fork")

@@ -136,7 +136,7 @@ def test_a_damaged_file_hides_no_run(tmp_path, capsys, caplog):
     assert f"evaluation {tmp_path}/judged" in shown
 
 
-def test_a_run_of_another_machine_is_at_work_while_its_lease_is_renewed(tmp_path):
+def test_a_run_of_another_machine_is_at_work_while_its_lease_is_renewed(tmp_path, monkeypatch):
     run = tmp_path / "run"
     config = write_run(run, f"operations.heartbeat_folder={tmp_path / 'of_another_machine'}")
     (run / COSTS).write_text("")
@@ -144,6 +144,12 @@ def test_a_run_of_another_machine_is_at_work_while_its_lease_is_renewed(tmp_path
     assert is_running(run)
     with pytest.raises(MachineError, match="on elsewhere"):
         stop(run, config)
+    now = time.time
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: now() + 600)  # The clock of this machine is ahead.
+        assert is_running(run)
+        with pytest.raises(MachineError, match="running"):
+            find_superseded(run, config, 1)
     hold(run, host="elsewhere", age=600)
     beat(config, host="elsewhere", pid=1)
     assert not is_running(run)

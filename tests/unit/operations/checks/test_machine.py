@@ -15,7 +15,7 @@ import torch
 
 from diffusion.config.loading import load_config
 from diffusion.config.model import InitFromConfig
-from diffusion.config.training import Device
+from diffusion.config.training import Device, Parallelism
 from diffusion.errors import MachineError
 from diffusion.operations.checks import machine as machine_checks
 from diffusion.operations.checks.gpu import GpuMeter, check_gpu_errors, check_gpu_memory, computes_bf16, gpu_handles
@@ -80,8 +80,8 @@ def test_what_stays_in_a_store_takes_no_disk():
     assert stored == replace(local, storage_bytes=None)
 
 
-def test_each_rank_builds_the_model_and_reads_initial_weights_in_host_memory():
-    config = load_config("tests/tools/toy.yaml")
+def test_each_rank_builds_the_model_and_reads_initial_weights_or_a_checkpoint_in_host_memory():
+    config = load_config("tests/tools/toy.yaml", ["trainer.parallelism=fsdp", "model.network.block_out_channels=[96]"])
     counts = parameter_counts(config)
 
     def needed() -> float:
@@ -91,6 +91,10 @@ def test_each_rank_builds_the_model_and_reads_initial_weights_in_host_memory():
     assert needed() == pytest.approx(4 * (trained + counts.frozen), abs=1)
     config.init_from = InitFromConfig(checkpoint="weights")
     assert needed() == pytest.approx(4 * (2 * trained + counts.frozen), abs=1)
+    config.trainer.parallelism = Parallelism.ddp
+    checkpoint_bytes = find_demand(config, Device.gpu, num_ranks=8, ranks_per_node=8).checkpoint_bytes
+    assert checkpoint_bytes > 4 * (2 * trained + counts.frozen)
+    assert needed() == pytest.approx(checkpoint_bytes, abs=1)
 
 
 def test_files_of_a_folder_are_added_up(tmp_path):
