@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +105,7 @@ def append_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
     """Rows of a file of JSON lines, one at a time; None for a damaged line. No file has no rows."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
+    with suppress(FileNotFoundError), path.open("rb") as file:
         for line in file:
             try:
                 row = json.loads(line)
@@ -119,6 +117,14 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
 def new_hash(kind: str) -> Any:
     """Begin a hash: `xxh64` or another one of xxhash, or one of hashlib."""
     return getattr(xxhash, kind)() if hasattr(xxhash, kind) else hashlib.new(kind)
+
+
+def file_mode(path: Path) -> int:
+    """Return the mode of a file or folder, 0 if there is none; `Path.exists` of Python 3.14 hides a failed disk."""
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
 
 
 def hash_file(path: Path, kind: str) -> str:

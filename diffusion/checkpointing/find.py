@@ -68,9 +68,11 @@ def find_damage(path: Path) -> str | None:
 
 def _find_missing(path: Path, ends: Mapping[str, int]) -> str | None:
     for file, end in sorted(ends.items()):
-        if not (path / file).is_file():
+        try:
+            size = (path / file).stat().st_size
+        except FileNotFoundError:
             return f"{file} is missing"
-        if (size := (path / file).stat().st_size) < end:
+        if size < end:
             return f"{file} has {size:,} of at least {end:,} bytes"
     return None
 

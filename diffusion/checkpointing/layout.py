@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from diffusion.files import file_mode
+
 Checkpoint = TypeVar("Checkpoint")
 """A path, or a checkpoint in a store."""
 
@@ -29,14 +31,14 @@ def batch_of(checkpoint: Any) -> int:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """List all checkpoints of a run's `checkpoints` folder, complete or not, oldest first."""
-    if not folder.is_dir():
+    if not file_mode(folder):
         return []
     return sorted((path for path in folder.iterdir() if batch_of(path) >= 0), key=lambda path: (batch_of(path), path))
 
 
 def is_half_written(path: Path) -> bool:
     """Return whether the writing of a checkpoint was interrupted. One that is a file gets its name when it is whole."""
-    return path.is_dir() and not (path / CHECKPOINT_INDEX).is_file()
+    return path.is_dir() and not file_mode(path / CHECKPOINT_INDEX)
 
 
 # Removal

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path, PurePosixPath
+from stat import S_ISDIR
 from typing import Any, TypeVar
 
 import numpy as np
@@ -41,7 +42,7 @@ from diffusion import storage
 from diffusion.checkpointing.layout import CHECKPOINT_INDEX, CHECKSUM_KIND, CHECKSUMS
 from diffusion.config.model import Weights
 from diffusion.errors import DataError, MachineError, UnavailableError, UserError
-from diffusion.files import hash_file
+from diffusion.files import file_mode, hash_file
 
 _NUMPY_TYPES = [np.ndarray, np.dtype, _reconstruct, scalar, *(type(np.dtype(kind)) for kind in "?bhilqBHILQefd")]
 _SAFE_TYPES = [datetime.timedelta, TorchVersion, *_NUMPY_TYPES]
@@ -175,7 +176,7 @@ class SafeReader(FileSystemReader):
 
 def is_sharded(checkpoint: Path) -> bool:
     """Return whether a checkpoint is a folder; a MachineError if it cannot be looked at."""
-    return patiently(checkpoint, checkpoint.is_dir)
+    return patiently(checkpoint, lambda: S_ISDIR(file_mode(checkpoint)))
 
 
 def load_safely(source: Path | io.BytesIO, name: str, *, mmap: bool = False) -> Any:
