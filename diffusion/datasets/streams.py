@@ -21,6 +21,7 @@ from omegaconf import MISSING
 from diffusion import storage
 from diffusion.config.data import DataConfig, StreamConfig, ValidationConfig
 from diffusion.config.schema import Config
+from diffusion.distributed import is_first_rank
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.files import read_json
 from diffusion.formats.data_set import (
@@ -179,7 +180,8 @@ def _check_folder(location: StreamLocation) -> None:
                     f"{root} is unfinished (it has no {MANIFEST}): run the command that writes it (prepare or "
                     "encode) again; it continues where it was stopped"
                 )
-        _warn_of_another_tool(folder)
+        if is_first_rank():
+            _warn_of_another_tool(folder)
 
 
 def _remedy(location: StreamLocation, folder: Path) -> str:
