@@ -4,6 +4,7 @@ import errno
 import io
 import itertools
 import os
+import re
 import runpy
 import shutil
 import struct
@@ -851,8 +852,9 @@ def test_a_key_without_a_configuration_is_no_folder(tmp_path, monkeypatch, word)
     monkeypatch.chdir(tmp_path)
     write_folder(tmp_path / "set", 1)
     main = runpy.run_path(str(SCRIPT))["main"]
-    with pytest.raises(ConfigurationError, match="--config FILE"):
-        main(["set", word])
+    for edges in ([], ["--edges", "16"]):
+        with pytest.raises(ConfigurationError, match=f"{re.escape(word)}.*--config FILE"):
+            main(["set", "out", *edges, word])
     assert not Path(word).exists()
     write_folder(tmp_path / word, 1)
     main([word, "set", "--edges", "16", "--dry-run"])
