@@ -152,6 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.getLogger("PIL").setLevel(logging.CRITICAL)  # Damaged files are in the table of rejections.
     config = configuration(options)
 
+    from diffusion import storage
+    from diffusion.formats.data_set import REMOVED_SAMPLES
     from diffusion.preparation.prepare import explain_selection, prepare, preview
 
     if options.dry_run is not None:
@@ -172,6 +174,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     if manifest is not None:
         print(summary(manifest))
+        marks = storage.read_json(storage.join(config.out, REMOVED_SAMPLES), {})
+        if num_removed := sum(map(len, marks.values())):
+            print(f"\nimages that takedowns removed since they were kept: {num_removed}")
 
 
 if __name__ == "__main__":

@@ -757,6 +757,20 @@ def test_filters_and_the_dry_run(tmp_path, capsys):
         main(["--config", str(config)])
 
 
+def test_images_that_were_removed_are_counted_apart_from_the_kept_ones(tmp_path, capsys):
+    write_folder(tmp_path / "set", 3)
+    command = [str(tmp_path / "set"), str(tmp_path / "out"), "--edges", "16", "--quiet", "--no-report"]
+    main = runpy.run_path(str(SCRIPT))["main"]
+    main(command)
+    assert "takedown" not in capsys.readouterr().out
+    take_down(str(tmp_path / "out"), {"set/0001.png"}, erase=True)
+    write_folder(tmp_path / "set", 1, start=3)
+    main(command)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["all", "4", "4", "0"] in lines
+    assert [line[-1] for line in lines if "takedowns" in line] == ["1"]
+
+
 def test_nothing_kept(tmp_path):
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "a.png").write_bytes(b"")
