@@ -59,7 +59,7 @@ class PreemptedError(Exception):
 
 @contextlib.contextmanager
 def error_context(key: str) -> Iterator[None]:
-    """Put the configuration key in front of the message of an error that the block raises."""
+    """Put the configuration key, or what is being done, in front of the message of an error that the block raises."""
     try:
         yield
     except UserError as error:

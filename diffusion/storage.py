@@ -31,7 +31,14 @@ from typing import Any, BinaryIO, TypeVar
 
 from fsspec.spec import AbstractBufferedFile
 
-from diffusion.errors import ConfigurationError, DataError, MachineError, UnavailableError, explained_writes
+from diffusion.errors import (
+    ConfigurationError,
+    DataError,
+    MachineError,
+    UnavailableError,
+    error_context,
+    explained_writes,
+)
 from diffusion.files import atomic_path, hash_file, unique_partial
 
 logger = logging.getLogger(__name__)
@@ -261,7 +268,8 @@ def delete_version(uri: str, version: str, access: Access | None = None) -> None
     Raises:
         ChangedFileError: it has another version.
     """
-    _attempt(uri, access, lambda store: _s3(store, uri).delete_version(uri, version))
+    with error_context("cannot delete"):
+        _attempt(uri, access, lambda store: _s3(store, uri).delete_version(uri, version))
 
 
 def write_json(uri: str, value: Any) -> None:
@@ -296,7 +304,8 @@ def delete(uris: Iterable[str], access: Access | None = None) -> None:
     uris = list(filter(is_url, uris))
     for start in range(0, len(uris), _PAGE_KEYS):
         some = uris[start : start + _PAGE_KEYS]
-        _attempt(some[0], access, lambda store, some=some: _s3(store, some[0]).delete(some))
+        with error_context("cannot delete"):
+            _attempt(some[0], access, lambda store, some=some: _s3(store, some[0]).delete(some))
 
 
 def download(

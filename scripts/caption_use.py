@@ -1,10 +1,10 @@
 """Measure caption use: a run's validation loss with true and with shuffled captions, over several seeds."""
 
-import json
 from statistics import mean
 
 from diffusion.config.frozen import add_model, frozen_paths
 from diffusion.launch import CommandParser, choose_device, positive, run_command
+from diffusion.reports.tables import text_table
 
 
 def main() -> None:
@@ -28,7 +28,10 @@ def main() -> None:
     assert config.validation is not None
     batches = validation_loader(dataset, config.validation, config.data)
     losses = measure_caption_use(model, batches, range(arguments.seeds))
-    print(json.dumps({"checkpoint": str(checkpoint), "num_samples": len(dataset), **losses}))
+    columns = {"seed": range(arguments.seeds), **losses}
+    rows = [(str(seed), *(f"{loss:.5f}" for loss in found)) for seed, *found in zip(*columns.values(), strict=True)]
+    print(f"{checkpoint}: loss of {len(dataset)} validation images, by captions")
+    print("\n".join(text_table([tuple(columns), *rows])))
     gains = [shuffled - true for true, shuffled in zip(losses["true"], losses["shuffled"], strict=True)]
     spread = max(gains) - min(gains)
     print(f"the loss is {mean(gains):.5f} lower with the true captions; range over the seeds: {spread:.5f}")

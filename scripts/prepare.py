@@ -94,10 +94,11 @@ def configuration(options: argparse.Namespace) -> PrepareConfig:
             raise ConfigurationError(f"--{wrong[0].replace('_', '-')} and --config: write {key}=... instead")
         is_dry = options.dry_run is not None
         return load_complete(PrepareConfig, options.config, options.words, may_miss=lambda key: is_dry and key == "out")
-    if keys := [word for word in options.words if re.match(r"[a-z_.]+=", word) and not Path(word).exists()]:
+    words = [*options.words, *(options.edges or ())]  # --edges takes all words after it.
+    if keys := [word for word in words if re.match(r"[a-z_.]+=", word) and not Path(word).exists()]:
         raise ConfigurationError(f"{keys[0]}: key=value needs --config FILE; without it give options, such as --seed")
     if len(options.words) < (1 if options.dry_run is not None else 2):
-        raise ConfigurationError("give SOURCE ... and OUT, or --config FILE (see --help)")
+        raise ConfigurationError("give SOURCE ... and OUT, and --edges after them, or --config FILE (see --help)")
     config = PrepareConfig(sources=options.words[:-1] or options.words, out=options.words[-1], **given)
     config.buckets.edges = list(parse_edges(options.edges)) if options.edges is not None else None
     config.engine = Engine(options.engine or config.engine)
@@ -151,6 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.getLogger("PIL").setLevel(logging.CRITICAL)  # Damaged files are in the table of rejections.
     config = configuration(options)
 
+    from diffusion import storage
+    from diffusion.formats.data_set import REMOVED_SAMPLES
     from diffusion.preparation.prepare import explain_selection, prepare, preview
 
     if options.dry_run is not None:
@@ -171,6 +174,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     if manifest is not None:
         print(summary(manifest))
+        marks = storage.read_json(storage.join(config.out, REMOVED_SAMPLES), {})
+        if num_removed := sum(map(len, marks.values())):
+            print(f"\nimages that takedowns removed since they were kept: {num_removed}")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from diffusion import storage
 from diffusion.datasets.streams import StreamLocation
-from diffusion.errors import DataError, MachineError, UserError
+from diffusion.errors import ConfigurationError, DataError, MachineError, UserError
 from diffusion.files import PARTIAL, atomic_path, file_system_time, lock, unique_partial
 from diffusion.formats.shards import (
     INDEX,
@@ -143,6 +143,7 @@ def replace_index(folder: Path, index: bytes) -> None:
     """Replace the index of a cache unless it is the same; remove the files that are not those of the new one.
 
     Raises:
+        ConfigurationError: the folder holds other data, and was never used as a cache.
         MachineError: it cannot be replaced.
     """
     path = folder / INDEX
@@ -150,22 +151,30 @@ def replace_index(folder: Path, index: bytes) -> None:
         before = path.read_bytes()
         if before == index:
             return
+        old, new = _files_by_name(before), _files_by_name(index)
+        changed = [name for name in old if old[name] != new.get(name)]
+        if changed and len(changed) == len(old) and not (folder / LOCKS).is_dir():
+            raise ConfigurationError(
+                f"{folder} holds no shard of the data set, and as its cache would be overwritten. Set another "
+                "data.local, or remove data.remote to read what is there"
+            )
         logger.info("%s is replaced by that of the data set, which has changed", path)
         with atomic_path(path, partial=unique_partial(path)) as partial:
             partial.write_bytes(index)
-            with suppress(ValueError, KeyError, TypeError, OverflowError):  # Damage is reported when it is opened.
-                old, new = (
-                    {file.name: file for shard in ShardIndex(content).shards for file in shard.files}
-                    for content in (before, index)
-                )
-                for name in old if new else ():  # One that is empty is wrong.
-                    if old[name] != new.get(name):
-                        _remove(folder, name)
+            for name in changed if new else ():  # One that is empty is wrong.
+                _remove(folder, name)
     except OSError as error:
         raise MachineError(
             f"{path} is of another version of the data set, and cannot be replaced: {error.strerror}. Choose another "
             "cache (data.local)"
         ) from error
+
+
+def _files_by_name(index: bytes) -> dict[str, ShardFile]:
+    """Return the files of an index; none of a damaged one, which is reported when it is opened."""
+    with suppress(ValueError, KeyError, TypeError, OverflowError):
+        return {file.name: file for shard in ShardIndex(index).shards for file in shard.files}
+    return {}
 
 
 def _remove(folder: Path, name: str) -> bool:

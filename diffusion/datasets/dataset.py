@@ -253,13 +253,13 @@ class TextImageDataset(Dataset):
 _REMEDIES = {
     **dict.fromkeys(
         ("image", "captions"),
-        "data.representation is images: point data.local (data.remote) at the output of scripts/prepare.py or, if this "
-        "is encoded data, set data.representation=latents",
+        "data.representation is images: point data.local (data.remote) at PREPARED/train, written by "
+        "scripts/prepare.py, or if this is encoded data, set data.representation=latents",
     ),
     **dict.fromkeys(
         ("latent_mean", "token_ids"),
         "data.representation is latents: encode prepared data with `python scripts/encode.py PREPARED OUT --resolution "
-        "R` and point data.local (data.remote) at OUT, or set data.representation=images",
+        "R` and point data.local (data.remote) at OUT/train, or set data.representation=images",
     ),
     **dict.fromkeys(
         ("text_embeddings", "pooled_text_embeddings"),

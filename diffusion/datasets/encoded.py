@@ -74,7 +74,10 @@ class EncodedManifest:
     def from_json(cls, content: Mapping[str, Any], where: str) -> "EncodedManifest":
         """Read it from the content of a `manifest.json`; a DataError if it is of another kind or version."""
         if content.get("kind") != ENCODED:
-            raise DataError(f"{where} is not encoded data: encode it with scripts/encode.py")
+            raise DataError(
+                f"{where} is not encoded data: encode it with scripts/encode.py, and read what that writes "
+                "(data.local=OUT/train)"
+            )
         keys = {field.name for field in fields(cls)}
         required = {field.name for field in fields(cls) if field.default is field.default_factory is MISSING}
         if content.get("version") != VERSION or not required <= content.keys() <= keys:

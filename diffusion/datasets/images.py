@@ -205,20 +205,21 @@ def _with_alpha(data: bytes) -> bytes:
 def _to_rgb(image: Image.Image, profile: bytes | None) -> Image.Image:
     """Convert a loaded image of any mode to RGB, transparency on white."""
     if image.mode == "I" or image.mode.startswith("I;16"):
-        return _sixteen_bits_to_rgb(image)
+        return _to_srgb(_sixteen_bits_to_grey(image), profile)
     if image.mode == "F":
         raise ValueError("floating-point samples have no defined range")
     if image.has_transparency_data:
         rgba = image if image.mode == "RGBA" else image.convert("RGBA")
+        colours = image.getchannel("L") if image.mode in ("L", "LA") else rgba
         page = Image.new("RGB", image.size, "white")
-        page.paste(_to_srgb(rgba, profile), mask=rgba.getchannel("A"))
+        page.paste(_to_srgb(colours, profile), mask=rgba.getchannel("A"))
         return page
     rgb = _to_srgb(image, profile)
     rgb.info.clear()  # the orientation in it is applied by the caller and must not be applied again
     return rgb
 
 
-def _sixteen_bits_to_rgb(image: Image.Image) -> Image.Image:
+def _sixteen_bits_to_grey(image: Image.Image) -> Image.Image:
     """Scale grey samples of 16 bits (in a TIFF: or 12, or signed) to 0 to 255, a transparent value to white."""
     samples, tags = np.asarray(image), getattr(image, "tag_v2", {})
     bits, is_signed = tags.get(_BITS), tags.get(_SAMPLE_FORMAT) == _SIGNED
@@ -234,7 +235,7 @@ def _sixteen_bits_to_rgb(image: Image.Image) -> Image.Image:
     grey, step = np.empty(samples.shape, np.uint8), max(1, 2**20 // image.width)
     for start in range(0, len(samples), step):  # Indices take 8 bytes each.
         grey[start : start + step] = levels[samples[start : start + step]]
-    return Image.fromarray(grey).convert("RGB")
+    return Image.fromarray(grey)
 
 
 def _scale_transparent_colour(image: Image.Image) -> None:

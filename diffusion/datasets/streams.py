@@ -21,9 +21,20 @@ from omegaconf import MISSING
 from diffusion import storage
 from diffusion.config.data import DataConfig, StreamConfig, ValidationConfig
 from diffusion.config.schema import Config
+from diffusion.distributed import is_first_rank
 from diffusion.errors import ConfigurationError, DataError, MachineError
 from diffusion.files import read_json
-from diffusion.formats.data_set import DAMAGED, MANIFEST, REMOVED_SAMPLES, SCAN, SPLITS, WORK, has_srgb_conversion
+from diffusion.formats.data_set import (
+    DAMAGED,
+    MANIFEST,
+    REMOVED_SAMPLES,
+    SCAN,
+    SPLITS,
+    TRAIN,
+    VALIDATION,
+    WORK,
+    has_srgb_conversion,
+)
 from diffusion.formats.shards import INDEX
 from diffusion.storage import FIRST_CONTACT, Access, ForbiddenFileError, is_url, join, shown
 
@@ -157,18 +168,9 @@ def check_location(location: StreamLocation) -> None:
 
 
 def _check_folder(location: StreamLocation) -> None:
-    folder, section = Path(location.source).absolute(), location.section
+    folder = Path(location.source).absolute()
     if not (folder / INDEX).is_file():
-        neighbours = sorted(path.parent.name for path in folder.parent.glob(f"*/{INDEX}"))
-        remedy = (
-            f"run scripts/prepare.py (and scripts/encode.py for latents), or correct {section}.local, {section}.remote "
-            f"and {section}.streams"
-        )
-        if neighbours:
-            streams = ", ".join(f"{{name: {name}}}" for name in neighbours)
-            remedy = (
-                f"to read what is there, set {section}.streams='[{streams}]' (a bucket without images has no folder)"
-            )
+        remedy = _remedy(location, folder)
         raise DataError(f"{folder} (stream '{location.name}') is not an MDS folder, it has no {INDEX}: {remedy}")
     roots = folder.parents[:2]
     if not any((root / MANIFEST).is_file() for root in roots):
@@ -178,7 +180,26 @@ def _check_folder(location: StreamLocation) -> None:
                     f"{root} is unfinished (it has no {MANIFEST}): run the command that writes it (prepare or "
                     "encode) again; it continues where it was stopped"
                 )
-        _warn_of_another_tool(folder)
+        if is_first_rank():
+            _warn_of_another_tool(folder)
+
+
+def _remedy(location: StreamLocation, folder: Path) -> str:
+    """Name the keys by which streams that lie near a missing one are read."""
+    section, root = location.section, folder.parent
+    split = TRAIN if section == "data" else VALIDATION
+    near = (root, root / split, root.parent, root.parent / split, *sorted(root.glob(f"*/{split}")))
+    for parent in near if folder.name == location.name else ():
+        if names := sorted(path.parent.name for path in parent.glob(f"*/{INDEX}")):
+            keys = [] if parent == root else [f"{section}.{'remote' if location.remote else 'local'}={parent}"]
+            if location.name not in names:
+                streams = ", ".join(f"{{name: {name}}}" for name in names)
+                keys.append(f"{section}.streams='[{streams}]' (a bucket without images has no folder)")
+            return f"to read what is there, set {' and '.join(keys)}"
+    return (
+        f"run scripts/prepare.py (and scripts/encode.py for latents), or correct {section}.local, {section}.remote and "
+        f"{section}.streams"
+    )
 
 
 @cache

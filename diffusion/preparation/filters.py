@@ -198,8 +198,10 @@ def build_rules(config: FiltersConfig, column: ColumnSql) -> list[Rule]:
         value = column(condition.column)
         if config.missing is Missing.reject and condition.column not in present:
             present.add(condition.column)
-            missing = literal(f"no {condition.column}")
-            rules.append(Rule(f"missing_{condition.column}", f"{value} IS NULL", missing))
+            name_of_key, keys = literal(condition.column), "json_keys(metadata)"
+            detail = f"""concat('no ', {name_of_key}, CASE WHEN len({keys}) > 0 AND {name_of_key} NOT IN {keys}
+                THEN '; its metadata have ' || array_to_string({keys}[:20], ', ') END)"""
+            rules.append(Rule(f"missing_{condition.column}", f"{value} IS NULL", detail))
         if condition.one_of:
             rules.append(_text_rule(name, value, condition.one_of, any_case=name in ("licence", "language")))
         else:

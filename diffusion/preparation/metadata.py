@@ -11,6 +11,7 @@ import re
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,17 @@ from numpy.typing import NDArray
 from diffusion import storage
 from diffusion.errors import ConfigurationError, DataError, MachineError, explained_writes, first_line, similar_names
 from diffusion.files import atomic_path
-from diffusion.formats.data_set import METADATA, PACKED, SCORES, SELECTION
-from diffusion.preparation.layout import CAPTIONS, GENERATED_CAPTIONS, RESERVED, SCHEMA, local_copies, part_name
-from diffusion.preparation.records import Reason
+from diffusion.formats.data_set import ANSWERS, METADATA, PACKED, SCORES, SELECTION
+from diffusion.preparation.layout import (
+    CAPTIONS,
+    GENERATED_CAPTIONS,
+    RESERVED,
+    SCHEMA,
+    local_copies,
+    part_name,
+    read_schema,
+)
+from diffusion.preparation.records import WITHOUT_CAPTION, Reason
 
 if TYPE_CHECKING:
     import duckdb
@@ -90,6 +99,14 @@ class MetadataDatabase:
         scores = [GENERATED_CAPTIONS if name == CAPTIONS else name for name in self.scores]
         return [*SCHEMA.names, "part", "row_number", "source", "generation", "aspect_ratio", *scores]
 
+    @cached_property
+    def has_answers(self) -> bool:
+        """Check whether a server wrote the captions: `answers` beside them say how."""
+        parts = self.scores.get(CAPTIONS)
+        return bool(parts) and (
+            ANSWERS in read_schema(storage.join(self.out, SCORES, CAPTIONS, part_name(min(parts)))).names
+        )
+
     def metadata(self, parts: Sequence[int]) -> str:
         """Write a query of the metadata of some parts without scores."""
         return self.read(METADATA, parts)
@@ -117,12 +134,14 @@ class MetadataDatabase:
     def images(self, parts: Sequence[int], keys: Sequence[str] = (), types: Mapping[str, str] | None = None) -> str:
         """Write a query of the images of some parts.
 
+        The reason of one for which a server was asked for captions and gave none is `caption_OUTCOME`.
+
         Args:
             parts: numbers of the parts.
             keys: keys of the sources' metadata whose texts are the column `_keys`, a list.
             types: keys of the sources' metadata that are columns, with their SQL types.
         """
-        joins, columns, captions = [], [], "m.captions"
+        joins, columns, replaced = [], [], {"captions": "m.captions"}
         for name, scored in self.scores.items():
             alias = f"s{len(joins)}"
             # With the files of no part there would be no column.
@@ -130,7 +149,12 @@ class MetadataDatabase:
             table = self.read(storage.join(SCORES, name), files)
             joins.append(f"LEFT JOIN {table} {alias} ON {alias}.part = m.part AND {alias}.row_number = m.row_number")
             if name == CAPTIONS:
-                captions = f"coalesce({alias}.captions, m.captions)"
+                replaced["captions"] = captions = f"coalesce({alias}.captions, m.captions)"
+                if self.has_answers:
+                    answer, reasons = f"{alias}.{ANSWERS}", ", ".join(literal(one.value) for one in WITHOUT_CAPTION)
+                    was_asked = f"len({captions}) = 0 AND m.reason IN ({reasons}) AND {answer} IS NOT NULL"
+                    replaced["reason"] = f"if({was_asked}, concat('caption_', {answer}.outcome), m.reason)"
+                    replaced["detail"] = f"if({was_asked}, {answer}.detail, m.detail)"
                 name = GENERATED_CAPTIONS
             columns.append(f"{alias}.{identifier(name)}")
         types = types or {}
@@ -140,8 +164,9 @@ class MetadataDatabase:
             f"TRY_CAST(_keys[{number}] AS {kind}) AS {identifier(name)}"
             for number, (name, kind) in enumerate(types.items(), start=len(keys) + 1)
         ]
+        replacements = ", ".join(f"{sql} AS {name}" for name, sql in replaced.items())
         return f"""(SELECT {", ".join(["* EXCLUDE (_keys)" if not keys else "*", *typed])} FROM (
-            SELECT m.* REPLACE ({captions} AS captions), parts.source, parts.generation,
+            SELECT m.* REPLACE ({replacements}), parts.source, parts.generation,
                 round(m.width / m.height, 4) AS aspect_ratio, {", ".join(columns)}
             FROM {self.metadata(parts)} m JOIN parts ON parts.part = m.part {" ".join(joins)}
         ))"""

@@ -24,9 +24,9 @@ from diffusion import storage
 from diffusion.config.fields import size_text
 from diffusion.datasets.images import UndecodableImageError, decode_reduced
 from diffusion.errors import DataError, MachineError
-from diffusion.formats.data_set import ANSWERS, REPORT_NUMBERS, REPORT_PAGE, SCORES, SELECTION, folder_order
+from diffusion.formats.data_set import REPORT_NUMBERS, REPORT_PAGE, SCORES, SELECTION, folder_order
 from diffusion.preparation.chat_captions import COUNTS
-from diffusion.preparation.layout import CAPTIONS, LOCATION, part_name, read_schema
+from diffusion.preparation.layout import CAPTIONS, LOCATION
 from diffusion.preparation.metadata import (
     MetadataDatabase,
     add_table,
@@ -247,9 +247,9 @@ def _find_examples(
 
 def _read_answers(database: MetadataDatabase) -> tuple[dict[str, Any] | None, list[Row]]:
     """Count the answers of a server for captions, and find examples; nothing if no server wrote them."""
-    parts = sorted(database.scores.get(CAPTIONS, ()))
-    if not parts or ANSWERS not in read_schema(storage.join(database.out, SCORES, CAPTIONS, part_name(parts[0]))).names:
+    if not database.has_answers:
         return None, []
+    parts = sorted(database.scores[CAPTIONS])
     connection, folder = database.connection, f"{SCORES}/{CAPTIONS}"
     names = (*COUNTS, "dollars")
     sums, outcomes = Counter[str](), Counter[str]()

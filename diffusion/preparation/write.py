@@ -15,7 +15,6 @@ pieces of that size. The driver holds an object per partition and the index entr
 """
 
 import functools
-import json
 import logging
 import os
 import tempfile
@@ -66,7 +65,15 @@ from diffusion.preparation.layout import (
     write_table,
 )
 from diffusion.preparation.positions import POSITIONS_SCHEMA, TaskShard, read_task_shards, shards_as_metadata, task_of
-from diffusion.preparation.records import Location, NothingKeptError, Partition, Reason, clean_text, fit_for_json
+from diffusion.preparation.records import (
+    Location,
+    NothingKeptError,
+    Partition,
+    Reason,
+    clean_text,
+    fit_for_json,
+    parse_object,
+)
 from diffusion.preparation.scan import Scan, changed_settings
 from diffusion.preparation.select import Selection, kept_rows, read_selection, read_selections, write_finished
 from diffusion.preparation.sources import Source
@@ -342,7 +349,10 @@ class _Writer:
     def _columns(self, row: Mapping[str, Any], image: bytes) -> dict[str, Any]:
         """Columns of a sample."""
         generated = row.get(GENERATED_CAPTIONS)
-        metadata = json.loads(row["metadata"] or "{}")
+        try:
+            metadata = parse_object(row["metadata"] or "{}")
+        except ValueError as error:
+            raise DataError(f"{row['key']!a}: its `metadata` in {METADATA} are no JSON object: {error}") from error
         metadata |= {GENERATED_CAPTIONS: generated} if generated else {}
         return {
             "image": image,

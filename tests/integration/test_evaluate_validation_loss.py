@@ -1,5 +1,7 @@
 """The validation loss of a run's checkpoints by `evaluate.py` is that of the run, on one rank and on two."""
 
+import sys
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from diffusion.errors import DataError
 from diffusion.evaluation.generate import checkpoint_models, load_generator
 from diffusion.evaluation.validation_loss import validation_losses
 from diffusion.formats.run_folder import read_metrics
+from scripts import caption_use
 from tests.tools.evaluation_toys import evaluate_on, numbers
 
 EVALUATE = [
@@ -58,6 +61,16 @@ def test_losses_are_those_of_the_run_on_each_number_of_ranks(outputs):
         assert found[ranks]["ep0-ba4-raw"] == pytest.approx(expected, rel=1e-5)
     assert found[2]["ep0-ba4-ema"] == pytest.approx(found[1]["ep0-ba4-ema"], rel=1e-6)
     assert found[1]["ep0-ba4-ema"]["validation_loss"] != found[1]["ep0-ba4-raw"]["validation_loss"]
+
+
+def test_caption_use_is_a_table_with_a_row_for_each_seed(outputs, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["caption_use.py", str(outputs[0]), "--seeds", "2", "--device", "cpu"])
+    caption_use.main()
+    _, head, *rows, gain = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert head == ["seed", "true", "shuffled"]
+    assert [row[0] for row in rows] == ["0", "1"]
+    gains = [float(shuffled) - float(true) for _, true, shuffled in rows]
+    assert float(gain[3]) == pytest.approx(sum(gains) / 2, abs=2e-5)
 
 
 def test_a_loss_that_is_not_finite_is_an_error(outputs):

@@ -183,7 +183,7 @@ def test_an_object_that_is_not_deleted(monkeypatch: pytest.MonkeyPatch, code: st
     """S3 answers with status 200 and a list of what it did not delete."""
     client = Mock(**{"delete_objects.return_value": {"Errors": [{"Key": "x/b", "Code": code}]}})
     monkeypatch.setattr(storage, "_s3_client", lambda *_: client)
-    with pytest.raises(error, match="s3://tests/x/b"):
+    with pytest.raises(error, match="cannot delete: s3://tests/x/b"):
         storage.delete(["s3://tests/x/a", "s3://tests/x/b"], SHORT)
     client.delete_objects.return_value = {"Errors": [{"Key": "x/b", "Code": "NoSuchKey"}]}
     storage.delete(["s3://tests/x/a", "s3://tests/x/b"], SHORT)

@@ -72,8 +72,8 @@ class _Sample:
     """Why a member was not read."""
     image: str = ""
     """Extension of the first image, read or not."""
-    more_images: list[str] = field(default_factory=list)
-    """Extensions of the images after the first."""
+    another: str = ""
+    """Extension of an image after the first, which is all that this one holds; empty for a sample."""
     others: list[str] = field(default_factory=list)
     """Extensions of other members."""
 
@@ -114,7 +114,7 @@ class WebDatasetSource(Source):
 
     def _scan(self, partition: Partition) -> Iterator[Record | Rejected]:
         """Yield the samples in the order of the members."""
-        prefix, seen = self.prefix(partition.file), set[str]()
+        prefix, seen = self.prefix(partition.file), dict[str, int]()
         of_tar = Location(file=partition.file, version=partition.version)
         with self.open(partition.file) as file:
             for found in self._samples(_Stream(file)):
@@ -122,8 +122,13 @@ class WebDatasetSource(Source):
                 offset, length = found.span or (None, None)
                 location = replace(of_tar, offset=offset, length=length)
                 bare = bare_record(key, found.contents.get("image"), location)
-                if found.stem in seen:
-                    key, detail = f"{key}#{found.start}", "its members do not lie together, or another has its name"
+                is_again = seen.setdefault(found.stem, found.start) != found.start
+                key = f"{key}#{found.start}" if is_again else key
+                if found.another:
+                    key, detail = f"{key}.{key_of(found.another)}", "another image of its sample"
+                    yield Rejected(key, Reason.DUPLICATE_KEY, location, detail, bare)
+                elif is_again:
+                    detail = "its members do not lie together, or another has its name"
                     yield Rejected(key, Reason.DUPLICATE_KEY, location, detail, bare)
                 elif found.problem is not None:
                     yield Rejected(key, found.problem.reason, location, found.problem.detail, bare)
@@ -131,10 +136,6 @@ class WebDatasetSource(Source):
                     detail = ascii(f"besides: .{', .'.join(found.others)}")[1:-1] if found.others else ""
                     image, text, values = map(found.contents.get, ("image", "txt", "json"))
                     yield record_of_files(key, image, text, values, location, detail, self.caption_column)
-                seen.add(found.stem)
-                for extension in found.more_images:
-                    detail = "another image of its sample"
-                    yield Rejected(f"{key}.{key_of(extension)}", Reason.DUPLICATE_KEY, of_tar, detail)
 
     def _images(self, partition: Partition, locations: Sequence[Location]) -> Iterator[bytes]:
         with self.open(partition.file) as file:
@@ -174,10 +175,14 @@ class WebDatasetSource(Source):
                     held = [one for one in parts if one.stem == f"{stem}.{middle}"]
                     part = held[0] if held else _Sample(f"{stem}.{middle}", member.offset)
                     if not held:
-                        if len(parts) == _MAX_PARTS and _stands_alone(sample, oldest := parts.pop(0)):
-                            yield oldest
+                        if len(parts) == _MAX_PARTS:
+                            yield from _detach(sample, parts.pop(0))
                         parts.append(part)
+                if is_another := kind == "image" and part.image != "":
+                    part = _Sample(part.stem, part.start, another=extension)
                 self._add(part, kind, extension, stream, member, spans)
+                if is_another:
+                    yield part
         except _DamageError as error:
             if not isinstance(error, _HeaderError):
                 parts = [one for one in parts if one is not part]
@@ -196,9 +201,6 @@ class WebDatasetSource(Source):
         spans: dict[str, tuple[int, int]],
     ) -> None:
         """Read an image, caption or metadata into its sample."""
-        if kind == "image" and sample.image:
-            sample.more_images.append(extension)
-            return
         if kind == "image":
             sample.image = extension
         try:
@@ -217,23 +219,23 @@ class WebDatasetSource(Source):
             sample.span = (offset, size)
 
 
-def _stands_alone(sample: _Sample, part: _Sample) -> bool:
-    """Check whether a part is a sample of its own; the members of one that is none are added to the sample."""
+def _detach(sample: _Sample, part: _Sample) -> list[_Sample]:
+    """Return a part that is a sample of its own or another image; the members of others are added to the sample."""
     middle = part.stem.removeprefix(f"{sample.stem}.")
     if part.problem or (part.image and (len(part.contents) > 1 or not (sample.image or sample.contents))):
-        return True
-    images = [f"{middle}.{extension}" for extension in (part.image, *part.more_images) if extension]
-    if images and not sample.image:
-        sample.image, sample.span = images.pop(0), part.span
+        return [part]
+    if part.image and sample.image:
+        return [replace(part, stem=sample.stem, start=sample.start, another=f"{middle}.{part.image}")]
+    if part.image:
+        sample.image, sample.span = f"{middle}.{part.image}", part.span
         sample.contents |= part.contents
-    sample.more_images += images
     sample.others += [f"{middle}.{kind}" for kind in part.contents if kind != "image"]
-    return False
+    return []
 
 
 def _finish(sample: _Sample, parts: Sequence[_Sample]) -> list[_Sample]:
-    """Return a sample and those of its parts that are samples of their own, in the order of their images."""
-    finished = [part for part in parts if _stands_alone(sample, part)]
+    """Return a sample and what its parts are without it, in the order of their images."""
+    finished = [one for part in parts for one in _detach(sample, part)]
     if sample.contents or sample.problem or (sample.others and not finished):
         finished.append(sample)
     return sorted(finished, key=lambda one: one.span or (one.start, 0))

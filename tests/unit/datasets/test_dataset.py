@@ -10,6 +10,7 @@ from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.dataset import TrainingDataset
 from diffusion.datasets.loader import BatchLoader, train_loader
 from diffusion.datasets.sample_order import NUM_INDEX_BITS, NUM_OCCURRENCE_BITS, sample_address
+from diffusion.datasets.streams import check_location, locate_streams
 from diffusion.datasets.transforms import ImageTransform
 from diffusion.errors import DataError
 from diffusion.formats.shards import SampleDecoder, ShardFiles, read_index, write_index
@@ -202,13 +203,15 @@ def test_the_state_of_a_run_on_a_streaming_dataset_is_continued(tmp_path: Path) 
         dataset.load_state_dict(of_streaming)
 
 
-def test_missing_and_half_written_streams(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_and_half_written_streams(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = write_prepared(tmp_path, {"a": 8, "b": 8})
     advice = r"data\.streams='\[{name: a}, {name: b}\]'"
     with pytest.raises(DataError, match=rf"train/c \(stream 'c'\) .*index.json.*{advice}"):
         open_data(root, "c")
     with pytest.raises(DataError, match=r"scripts/prepare.py"):
-        open_data(tmp_path / "nowhere", "a")
+        open_data(tmp_path / "no" / "where", "a")
     with pytest.raises(DataError, match=r"stream 'c'"):
         open_data(tmp_path / "cache", "c", remote=str(root))
     (root / "a" / "index.json").rename(root / "a" / "index.gone")
@@ -219,9 +222,32 @@ def test_missing_and_half_written_streams(tmp_path: Path, caplog: pytest.LogCapt
     with pytest.raises(DataError, match=r"no manifest\.json"):
         open_data(root, "b")
     (tmp_path / "work.partial").rmdir()
+    with monkeypatch.context() as patch:
+        patch.setenv("RANK", "1")
+        check_location(locate_streams(None, str(root), [StreamConfig(name="b")])[0])
+    assert not caplog.text
     open_data(root, "b")
     open_data(root, "b")
     assert caplog.text.count("taken for an MDS folder of another tool") == 1, "said once, though it is opened twice"
+
+
+@pytest.mark.parametrize(
+    ("given", "streams", "advised"),
+    [
+        ("prepared", "a", "data.local=prepared/train"),
+        ("prepared/train/a", "a", "data.local=prepared/train"),
+        ("prepared/trian", "a", "data.local=prepared/train"),
+        ("", "a", "data.local=prepared/train"),
+        ("encoded", "a", "data.local=encoded/16/train"),
+        ("prepared", "x", "data.local=prepared/train and data.streams='[{name: a}, {name: b}]'"),
+    ],
+)
+def test_the_folder_beside_a_wrong_one_is_named(tmp_path: Path, given: str, streams: str, advised: str) -> None:
+    write_prepared(tmp_path / "prepared", {"a": 8, "b": 8})
+    write_encoded(tmp_path / "encoded/16", {"a": 8})
+    with pytest.raises(DataError) as raised:
+        open_data(tmp_path / given, streams)
+    assert f"set {advised}" in str(raised.value).replace(f"{tmp_path}/", "")
 
 
 def test_images_instead_of_latents_and_the_reverse(tmp_path: Path) -> None:

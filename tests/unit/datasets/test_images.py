@@ -135,6 +135,44 @@ def test_colours_are_converted_by_the_profile_where_that_is_asked_for(mode):
     assert np.asarray(decode_rgb(damaged, convert_to_srgb=True)).tolist() == plain
 
 
+def grey_profile() -> bytes:
+    """Make a profile of grey levels that are linear in light."""
+    tags = [
+        (b"wtpt", struct.pack(">4s4x3i", b"XYZ ", 63190, 65536, 54061)),
+        (b"kTRC", struct.pack(">4s4xIH2x", b"curv", 1, 256)),
+    ]
+    header = struct.pack(">4xI4s4s4s12x4s28x3i48x", 0x02400000, b"mntr", b"GRAY", b"XYZ ", b"acsp", 63190, 65536, 54061)
+    starts = np.cumsum([128 + 4 + 24, *(len(data) for _, data in tags)])
+    table = struct.pack(">I", 2)
+    for (name, data), start in zip(tags, starts, strict=False):
+        table += struct.pack(">4sII", name, start, len(data))
+    content = header + table + b"".join(data for _, data in tags)
+    return struct.pack(">I", 4 + len(content)) + content
+
+
+@pytest.mark.parametrize("kind", ["L", "LA", "L and a transparent value", "I;16", "TIFF of I;16"])
+def test_grey_levels_are_converted_by_a_profile_of_grey(kind):
+    levels = Image.fromarray(np.array([[0, 10, 50, 255]], np.uint8))
+    mask = Image.new("L", levels.size, 255)
+    options = {"icc_profile": grey_profile()}
+    if kind == "LA":
+        mask.putpixel((1, 0), 128)
+        data = encode(Image.merge("LA", (levels, mask)), **options)
+    elif "I;16" in kind:
+        samples = np.asarray(levels).astype(np.uint16) * 257
+        data = encode(Image.fromarray(samples), "TIFF" if "TIFF" in kind else "PNG", **options)
+    else:
+        if kind != "L":
+            mask.putpixel((1, 0), 0)
+            options["transparency"] = 10
+        data = encode(levels, **options)
+    source = ImageCms.ImageCmsProfile(io.BytesIO(grey_profile()))
+    converted = ImageCms.profileToProfile(levels, source, ImageCms.createProfile("sRGB"), outputMode="RGB")
+    assert converted is not None and converted.getpixel((2, 0)) > (100, 100, 100)
+    expected = Image.composite(converted, Image.new("RGB", levels.size, WHITE), mask)
+    assert np.asarray(decode_rgb(data, convert_to_srgb=True)).tolist() == np.asarray(expected).tolist()
+
+
 def test_sixteen_bits_are_scaled_not_clipped():
     samples = np.array([[0, 257, 32896, 65535]], dtype=np.uint16)
     expected = [[[0] * 3, [1] * 3, [128] * 3, [255] * 3]]

@@ -158,6 +158,12 @@ def test_a_missing_value_is_a_reason_of_its_own_or_is_kept(filters, column, abse
     assert rejection(sample(**absent), **filters, missing="keep") is None
 
 
+def test_the_keys_that_an_image_has_are_named():
+    name, detail = rejection(sample(licence="CC0", url="a"), licences=["CC0"])
+    assert (name, detail.partition("; ")[0]) == ("missing_license", "no license")
+    assert "licence" in detail and "url" in detail
+
+
 def test_names_are_different_and_missing_columns_are_looked_at_once():
     conditions = [{"column": "p", "min": 1}, {"column": "p", "max": 2}, {"column": "q", "min": 1}]
     names = [rule.name for rule in rules(conditions=conditions)]

@@ -4,6 +4,7 @@ import errno
 import io
 import itertools
 import os
+import re
 import runpy
 import shutil
 import struct
@@ -756,6 +757,20 @@ def test_filters_and_the_dry_run(tmp_path, capsys):
         main(["--config", str(config)])
 
 
+def test_images_that_were_removed_are_counted_apart_from_the_kept_ones(tmp_path, capsys):
+    write_folder(tmp_path / "set", 3)
+    command = [str(tmp_path / "set"), str(tmp_path / "out"), "--edges", "16", "--quiet", "--no-report"]
+    main = runpy.run_path(str(SCRIPT))["main"]
+    main(command)
+    assert "takedown" not in capsys.readouterr().out
+    take_down(str(tmp_path / "out"), {"set/0001.png"}, erase=True)
+    write_folder(tmp_path / "set", 1, start=3)
+    main(command)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["all", "4", "4", "0"] in lines
+    assert [line[-1] for line in lines if "takedowns" in line] == ["1"]
+
+
 def test_nothing_kept(tmp_path):
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "a.png").write_bytes(b"")
@@ -851,8 +866,9 @@ def test_a_key_without_a_configuration_is_no_folder(tmp_path, monkeypatch, word)
     monkeypatch.chdir(tmp_path)
     write_folder(tmp_path / "set", 1)
     main = runpy.run_path(str(SCRIPT))["main"]
-    with pytest.raises(ConfigurationError, match="--config FILE"):
-        main(["set", word])
+    for edges in ([], ["--edges", "16"]):
+        with pytest.raises(ConfigurationError, match=f"{re.escape(word)}.*--config FILE"):
+            main(["set", "out", *edges, word])
     assert not Path(word).exists()
     write_folder(tmp_path / word, 1)
     main([word, "set", "--edges", "16", "--dry-run"])

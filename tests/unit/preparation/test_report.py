@@ -58,17 +58,21 @@ def two_parts() -> tuple[list[dict], list[dict]]:
 
 def test_captions_of_a_server_are_counted_and_shown(tmp_path):
     numbers = {"requests": 2, "failures": 1, "prompt_tokens": 10, "completion_tokens": 5, "dollars": 0.01}
-    outcomes = ["captioned", "captioned", "refused", None]
-    captions = [["kept", "a", "same"], ["same"], ["kept"], []]
-    generated = [[1, 2], [0], None, None]
+    outcomes = ["captioned", "captioned", "refused", None, "refused", None]
+    captions = [["kept", "a", "same"], ["same"], ["kept"], [], [], []]
+    generated = [[1, 2], [0], None, None, None, None]
     details = {"captioned": "", "refused": "I'm sorry"}
     answers = [outcome and {"outcome": outcome, **numbers, "detail": details[outcome]} for outcome in outcomes]
     columns = {"captions": captions, "generated_captions": generated, "answers": pa.array(answers, ANSWER_TYPE)}
     write_table(str(tmp_path / "out/scores/captions" / part_name(0)), pa.table(columns))
     rows = [image(i, width=100, height=80) for i in range(4)]
-    found = report(tmp_path, rows, [image(9, width=100, height=80)])["captions"]
-    assert found["outcomes"] == {"captioned": 2, "refused": 1}
-    assert (found["requests"], found["prompt_tokens"]) == (6, 30)
+    rows += [image(i, width=100, height=80, captions=[], reason="missing_caption") for i in (4, 5)]
+    written = report(tmp_path, rows, [image(9, width=100, height=80)])
+    assert written["reasons"] == {"caption_refused": 1, "missing_caption": 1}
+    assert [one["detail"] for one in written["shown_rejected"]["caption_refused"]] == ["I'm sorry"]
+    found = written["captions"]
+    assert found["outcomes"] == {"captioned": 2, "refused": 2}
+    assert (found["requests"], found["prompt_tokens"]) == (8, 40)
     assert found["dollars_per_1000_images"] == pytest.approx(10)
     shown = {(one["outcome"], *one["captions"], one["detail"]) for one in found["examples"]}
     assert shown == {("captioned", "a", "same", ""), ("captioned", "same", ""), ("refused", "I'm sorry")}

@@ -375,6 +375,15 @@ UNFIT_TEXTS = {
     "too_large": {"txt": b"a " * 20_000},
 }
 
+SECOND_IMAGES = {
+    "x.png": ["x.jpg", "x.png", "x.txt"],
+    "x.v2.png": ["x.jpg", "x.v2.png", "x.txt"],
+    "x.v.png": ["x.v.jpg", "x.v.txt", "x.v.png"],
+    "x.19.png": ["x.jpg", *(f"x.{number}.jpg" for number in range(19)), "x.19.png", "x.txt"],
+    "x.0.png": ["x.jpg", "x.0.png", *(f"x.{number}.jpg" for number in range(1, 20)), "x.txt"],
+}
+"""Members of a sample of a tar, by the one that is rejected."""
+
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
@@ -409,6 +418,20 @@ def test_copies_of_an_image_that_was_rejected_for_its_texts_stay_out(tmp_path, k
     manifest = prepare(sources, out, edges=[16])
     assert manifest.rejected.keys() <= {reason, "empty_caption"}
     assert take_down(str(out), {unfit}).absent == [unfit]
+    (later / "copy.png").write_bytes(image)
+    (later / "copy.txt").write_text("a copy")
+    grown = prepare(sources, out, edges=[16])
+    assert (grown.kept, grown.rejected["removed"].count) == (manifest.kept, 1)
+
+
+@pytest.mark.parametrize("taken", SECOND_IMAGES)
+def test_copies_of_a_second_image_of_a_sample_stay_out(tmp_path, taken):
+    image, later, out = encode(smooth_image(0, 40, 40)), tmp_path / "later", tmp_path / "out"
+    contents = [(name, image if name == taken else noise(40, 40, name)) for name in SECOND_IMAGES[taken]]
+    sources = [write_tar(tmp_path / "a.tar", [(n, b"text" if n.endswith("txt") else c) for n, c in contents]), later]
+    write_folder(later, 1)
+    manifest = prepare(sources, out, edges=[16])
+    assert take_down(str(out), {f"a.tar/{taken}"}).absent == [f"a.tar/{taken}"]
     (later / "copy.png").write_bytes(image)
     (later / "copy.txt").write_text("a copy")
     grown = prepare(sources, out, edges=[16])

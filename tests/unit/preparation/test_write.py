@@ -3,6 +3,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -179,6 +180,17 @@ def test_an_image_that_is_not_what_was_scanned(tmp_path, how):
     fresh = select_images(str(tmp_path / "fresh"), data.source, SIZES)
     fresh.write()
     assert tree(Path(data.out)) == tree(tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("metadata", ["{'url': 'a'}", "[1]"])
+def test_metadata_of_another_tool_that_are_no_json_object(tmp_path, metadata):
+    data = build(tmp_path, (3,))
+    path = tmp_path / "out" / "metadata" / "000000.parquet"
+    table = pq.read_table(path)
+    changed = pa.array([metadata, None, None], pa.string())
+    pq.write_table(table.set_column(table.column_names.index("metadata"), "metadata", changed), path)
+    with pytest.raises(DataError, match=r"set/0000\.png.*JSON"):
+        data.write()
 
 
 def test_a_scratch_folder_that_is_not_there(tmp_path):

@@ -142,6 +142,11 @@ def test_an_original_is_no_cache(tmp_path):
     assert {path: path.read_bytes() for path in (mine / "a").iterdir()} == before
     (location,) = locate_streams(f"file://{root}", str(root), [StreamConfig(name="a")])
     assert location.remote is None
+    (mine.parent / "manifest.json").unlink()  # As another tool writes it.
+    streams[1] = f"data.remote={write_encoded(tmp_path / 'latents', {'a': 8})}"
+    with pytest.raises(ConfigurationError, match=str(mine)):
+        refresh_indexes(toy_config(tmp_path, *streams))
+    assert {path: path.read_bytes() for path in (mine / "a").iterdir()} == before
 
 
 def test_streams_of_two_sources_have_two_caches(tmp_path):
