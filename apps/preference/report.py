@@ -237,7 +237,7 @@ def rates_figure(rates: pd.DataFrame) -> Figure:
     axes.errorbar(share, positions, xerr=whiskers, fmt="o", color=COLOURS[0], capsize=4)
     axes.axvline(50, color=GREY, linewidth=0.8, linestyle=(0, (4, 3)))
     labels = [
-        f"{row.a} over {row.b}, {row.question}\n{row.wins_a + row.wins_b:,} of {row.votes:,} votes"
+        f"{row.a} over {row.b}, {row.question}\n{row.wins_a + row.wins_b:,} votes with a preference"
         for row in rates.itertuples()
     ]
     axes.set_yticks(positions, [plain(label) for label in labels])

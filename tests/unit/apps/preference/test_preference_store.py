@@ -190,7 +190,7 @@ def test_ties_repeats_and_categories_by_hand():
     assert list(report.categories["category"]) == ["x", "x", "y", "y"]
     assert report.categories.loc[0, "votes"] == 2
     [axes] = rates_figure(report.rates).axes
-    assert "2 of 3 votes" in axes.get_yticklabels()[0].get_text()
+    assert "2 votes" in axes.get_yticklabels()[0].get_text()
     assert min(axes.get_ylim()) < -0.2 and max(axes.get_ylim()) > len(report.rates) - 0.8
     head, first, tie = to_csv(votes, ["m", "n"]).splitlines()[:3]
     assert head.startswith("rater,position,kind,pair,prompt,category,first,second,quality,alignment,voted_at,")
