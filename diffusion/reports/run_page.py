@@ -345,6 +345,7 @@ def timeline_table(run: Run) -> pd.DataFrame:
     """Events of the supervisor and rollbacks."""
     return pd.DataFrame(
         {
+            "": [str(number) for number in range(1, len(run.timeline) + 1)],
             "time (UTC)": run.timeline["time"].map("{:%Y-%m-%d %H:%M:%S}".format),
             "step": run.timeline["step"].map("{:,}".format, na_action="ignore").fillna(""),
             "event": run.timeline["event"].str.replace("_", " "),
