@@ -237,8 +237,8 @@ def rates_figure(rates: pd.DataFrame) -> Figure:
     axes.errorbar(share, positions, xerr=whiskers, fmt="o", color=COLOURS[0], capsize=4)
     axes.axvline(50, color=GREY, linewidth=0.8, linestyle=(0, (4, 3)))
     labels = [
-        f"{row.a} over {row.b}, {row.question}\n{row.wins_a + row.wins_b:,} votes with a preference"
-        for row in rates.itertuples()
+        f"{row.a} over {row.b}, {row.question}\n{num:,} votes with a preference"
+        for row, num in zip(rates.itertuples(), rates["wins_a"] + rates["wins_b"], strict=True)
     ]
     axes.set_yticks(positions, [plain(label) for label in labels])
     axes.set_ylim(len(rates) - 0.5, -0.5)
