@@ -96,6 +96,9 @@ def build_page(
             raise gr.Error("choose at least one of the weights", print_exception=False)
         if max(len(prompt), len(negative_prompt)) > MAX_PROMPT:
             raise gr.Error(f"a prompt has at most {MAX_PROMPT} characters", print_exception=False)
+        for name, pixels in (("height", height), ("width", width)):
+            if pixels is not None and not 1 <= pixels <= max_side:
+                raise gr.Error(f"the {name} is 1 to {max_side} pixels, not {pixels}", print_exception=False)
         grids: dict[str, Image.Image] = {}
         try:
             seeds = image_seeds(image_seeds(seed, 1)[0], num_images)
@@ -130,9 +133,8 @@ def build_page(
             num_steps = gr.Slider(1, max_steps, min(50, max_steps), step=1, label="Steps", elem_id="steps")
             guidance_scale = gr.Slider(1, 20, 3, step=0.1, label="Guidance scale (1: none)", elem_id="guidance")
         with gr.Row():
-            bounds: dict[str, Any] = {"minimum": 1, "maximum": max_side, "precision": 0}
-            height = gr.Number(side, label="Height, pixels", elem_id="height", **bounds)
-            width = gr.Number(side, label="Width, pixels", elem_id="width", **bounds)
+            height = gr.Number(side, label="Height, pixels", precision=0, elem_id="height")
+            width = gr.Number(side, label="Width, pixels", precision=0, elem_id="width")
             num_images = gr.Slider(
                 1, max_images, min(4, max_images), step=1, label="Images in the grid", elem_id="images"
             )

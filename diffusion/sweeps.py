@@ -294,7 +294,7 @@ def result_table(points: Sequence[Point], metric: Mapping[str, str], failed: Map
             run = read_run(point.folder)
             rows[-1] |= {"status": run.status, "gpu_hours": run.gpu_hours}
             if curve := run.curve(name):
-                rows[-1][name] = curve.last
+                rows[-1][name] = curve.last if math.isfinite(curve.last) else math.nan
             if loss := run.curve(TRAIN_LOSS):
                 rows[-1][TRAIN_LOSS] = loss.recent(_FINAL_SHARE)
         rows[-1]["status"] = failed.get(point.name, rows[-1]["status"])

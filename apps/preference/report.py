@@ -206,6 +206,7 @@ def write_report(report: Report, folder: Path) -> None:
     write_json(folder / "report.json", tables)
     figure = rates_figure(report.rates)
     save_png(figure, folder / "preference.png")
+    raters = report.raters.assign(counts=np.where(report.raters["counts"], "yes", "no"))
     values = {
         "title": f"Preferred: {', '.join(dict.fromkeys([*report.rates['a'], *report.rates['b']]))}",
         "report": report,
@@ -214,7 +215,7 @@ def write_report(report: Report, folder: Path) -> None:
         "categories": _shown(report.categories, ["share", "low", "high"], "{:.1%}"),
         "strengths": _shown(report.strengths, ["strength", "low", "high"], "{:.2f}"),
         "reliability": _shown(report.reliability, ["value"], "{:.2f}"),
-        "raters": _shown(report.raters, ["median_seconds"], "{:.1f}"),
+        "raters": _shown(raters, ["median_seconds"], "{:.1f}"),
     }
     write_page(folder / "index.html", Path(__file__).with_suffix(".html"), values)
 
@@ -235,9 +236,12 @@ def rates_figure(rates: pd.DataFrame) -> Figure:
     whiskers = [(share - low).clip(lower=0), (high - share).clip(lower=0)]
     axes.errorbar(share, positions, xerr=whiskers, fmt="o", color=COLOURS[0], capsize=4)
     axes.axvline(50, color=GREY, linewidth=0.8, linestyle=(0, (4, 3)))
-    labels = [f"{row.a} over {row.b}, {row.question}\n{row.votes:,} votes" for row in rates.itertuples()]
+    labels = [
+        f"{row.a} over {row.b}, {row.question}\n{num:,} votes with a preference"
+        for row, num in zip(rates.itertuples(), rates["wins_a"] + rates["wins_b"], strict=True)
+    ]
     axes.set_yticks(positions, [plain(label) for label in labels])
-    axes.invert_yaxis()
+    axes.set_ylim(len(rates) - 0.5, -0.5)
     axes.set_xlim(0, 100)
     axes.set_xlabel("% of the votes with a preference")
     return figure

@@ -45,8 +45,10 @@ class Content:
 
 
 def _host(address: str) -> str:
+    """Domain of a web address; empty for other addresses, such as those in an object store."""
     try:
-        return (urlsplit(address).hostname or "").removeprefix("www.")
+        parts = urlsplit(address)
+        return (parts.hostname or "").removeprefix("www.") if parts.scheme in ("http", "https") else ""
     except ValueError:
         return ""
 
@@ -75,7 +77,7 @@ def write_summary(
     places = [f"`{key}`: {redact(str(place))}" for key, place in weight_locations(config).items()]
     hashes = [f"{part.replace('_', ' ')} with hash {value}" for part, value in read_identities(checkpoint).items()]
     num_images, num_domains = content.images["source"].total(), len(content.images["domain"])
-    domains = content.images["domain"].most_common(-(-num_domains // 10))
+    domains = _ranked(content.images["domain"])[: -(-num_domains // 10)]
     values = {
         "today": datetime.date.today().isoformat(),
         "model": f"{config.run_name} {checkpoint.stem} (`{config.model.architecture.value}`)",
@@ -88,11 +90,11 @@ def write_summary(
         "resolution": config.data.resolution,
         "began": starts[0]["time"][:10] if starts else "",
         "sources": _sources(content, [source for manifest in manifests for source in manifest.sources]),
-        "licences": _table("licence", content.images["licence"].most_common()),
+        "licences": _table("licence", _ranked(content.images["licence"])),
         "num_domains": num_domains,
         "num_domains_shown": len(domains),
         "domains": _table("domain", domains),
-        "rejected": _table("reason", rejected.most_common()),
+        "rejected": _table("reason", _ranked(rejected)),
         "num_removed": sum(len(found) for one in marks for name, found in one.items() if name.startswith("train/")),
     }
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
@@ -118,6 +120,11 @@ def _sources(content: Content, entries: Sequence[SourceEntry]) -> str:
         numbers = (sum(one.seen for one in own), sum(one.kept for one in own), used[name], draws[name])
         rows.append([*map(_one_line, texts), *map("{:,}".format, numbers)])
     return markdown_table(("source", "kind", "location", "found", "prepared", "used", "draws"), rows)
+
+
+def _ranked(counts: Counter[str]) -> list[tuple[str, int]]:
+    """Names and counts, the largest first, equal ones by name."""
+    return sorted(counts.items(), key=lambda one: (-one[1], one[0]))
 
 
 def _table(head: str, counts: Sequence[tuple[str, int]]) -> str:

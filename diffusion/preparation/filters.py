@@ -321,7 +321,8 @@ def _text_rule(name: str, value: str, allowed: Sequence[Any], *, any_case: bool)
         text = f"regexp_replace({text}, {literal(_WHOLE)}, {literal(_DIGITS)})"
         texts = [str(one).lower() if isinstance(one, bool) else re.sub(_WHOLE, _DIGITS, str(one)) for one in allowed]
     listed = ", ".join(literal(_composed(one)) for one in texts)
-    return Rule(name, f"{_composed_sql(text)} NOT IN ({listed})", _shown(value))
+    detail = f"concat({literal(name.removeprefix('condition_') + ' is ')}, {_shown(value)})"
+    return Rule(name, f"{_composed_sql(text)} NOT IN ({listed})", detail)
 
 
 def _composed(text: str) -> str:

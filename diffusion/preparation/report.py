@@ -17,7 +17,7 @@ import pandas as pd
 import pyarrow as pa
 import xxhash
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from PIL import Image
 
 from diffusion import storage
@@ -51,6 +51,9 @@ logger = logging.getLogger(__name__)
 NUM_SHOWN = 12
 """Images of each bucket and of each reason on the page."""
 
+MAX_CAPTION = 120
+"""Letters of an image's first caption."""
+
 NUM_BINS = 32
 MAX_VALUES, VALUES_SHOWN = 1000, 20
 """Different texts of a column that is counted, and rows of its table."""
@@ -66,8 +69,15 @@ _NUMBERS = {  # SQL by column
     "sharpness": "sharpness",
     "caption_length": "list_avg(list_transform(captions, lambda caption: length(caption)))",
 }
+_WORDS = {
+    "shorter_side": "shorter side, px",
+    "aspect_ratio": "width / height",
+    "caption_length": "characters of captions",
+}
 _LOGARITHMIC = ("shorter_side", "aspect_ratio", "bytes")
 _REMOVED = literal(Reason.REMOVED.value)
+
+_SHOWN = ("key", "width", "height", "caption", "detail")
 
 Row = dict[str, Any]
 
@@ -102,15 +112,13 @@ def write_report(out: str, scan: Scan, *, scratch: str | None = None) -> dict[st
         report["captions"], captioned = _read_answers(database)
     for name, order in (("kept", report["buckets"]), ("rejected", report["reasons"])):
         report[f"shown_{name}"] = {
-            group: [{name: row[name] for name in ("key", "width", "height", "detail")} for row in shown[group]]
-            for group in order
-            if group in shown
+            group: [{name: row[name] for name in _SHOWN} for row in shown[group]] for group in order if group in shown
         }
     report["duplicates"] = [{"key": row["key"], "of": of["key"], "reason": reason} for reason, row, of in pairs]
     rows = [row for group in [*shown.values(), captioned] for row in group]
     rows += [row for _, *pair in pairs for row in pair]
     values = {
-        "title": "Prepared data",
+        "title": f"Prepared data: {storage.shown(out).rstrip('/').rpartition('/')[2]}",
         "report": report,
         "facts": _facts(report),
         "tables": _tables(report),
@@ -228,10 +236,18 @@ def _find_examples(
         return {}, []
     parts, numbers = zip(*sorted(wanted), strict=True)
     add_table(connection, "wanted", pa.table({"part": parts, "row_number": numbers}))
-    columns = ("part", "row_number", "key", "width", "height", "detail", "xxh128", *LOCATION)
-    found = connection.sql(f"""SELECT {", ".join(map(identifier, columns))} FROM {database.metadata(sorted({*parts}))}
-        SEMI JOIN wanted USING (part, row_number) WHERE reason <> {_REMOVED}""")
+    columns = ("part", "row_number", "key", "width", "height", "xxh128", *LOCATION)
+    first_caption = f"coalesce(captions[1][:{MAX_CAPTION}], '')"
+    found = connection.sql(f"""SELECT {", ".join(map(identifier, columns))}, '' AS detail, {first_caption} AS caption
+        FROM {database.metadata(sorted({*parts}))} SEMI JOIN wanted USING (part, row_number)
+        WHERE reason <> {_REMOVED}""")
     by_place = {(row["part"], row["row_number"]): row for row in found.to_arrow_table().to_pylist()}
+    if scored := sorted({*parts}.intersection(database.scores.get(CAPTIONS, ()))):
+        given = connection.execute(f"""SELECT part, row_number, {first_caption}
+            FROM {database.read(f"{SCORES}/{CAPTIONS}", scored)} SEMI JOIN wanted USING (part, row_number)""")
+        for part, number, caption in given.fetchall():
+            if caption and (part, number) in by_place:
+                by_place[part, number]["caption"] = caption
     shown = {place: [by_place[image] for image in images] for place, images in kept}
     pairs = []
     for reason, one in rejected:
@@ -376,10 +392,13 @@ def _histograms_figure(columns: dict[str, Any]) -> str:
             is_wide = edges[-1] > 20 * edges[0]
             axes.xaxis.set_major_locator(LogLocator(subs=(1, 3), numticks=6) if is_wide else MaxNLocator(4))
             axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+        numbers = EngFormatter(sep="") if name == "bytes" else FuncFormatter(lambda value, _: f"{value:,.10g}")
+        axes.xaxis.set_major_formatter(numbers)
         axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
         missing = f" ({one['missing']:,} without)" if one["missing"] else ""
-        axes.set_title(plain(name + missing), fontsize=9.5)
+        axes.set_title(plain(_WORDS.get(name, name) + missing), fontsize=9.5)
+    for axes in every[::3]:
+        axes.set_ylabel("images")
     for axes in every[len(columns) :]:
         axes.set_axis_off()
     return svg_uri(figure)

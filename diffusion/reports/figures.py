@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,12 @@ WIDTH, HEIGHT = 9.6, 3.3
 """Size of a figure across the page, in inches."""
 
 COLOURS = ("#2f6fb2", "#d98a29", "#3f8f4f", "#b0413e", "#7a5ea8", "#5c6b73", "#c2639b", "#8a8a2b")
+STYLES = [(line, colour) for line in ("-", "--", ":", "-.") for colour in COLOURS]
+"""Line style and colour of the curves of a figure, in order; cycled."""
+
+MAX_BESIDE = 12
+"""Largest number of entries of a legend beside the axes."""
+
 DARK, GREY = "#1b1f24", "#57606a"
 
 _STYLE: Any = {"svg.hashsalt": "report", "font.size": 9.5, "axes.spines.top": False, "axes.spines.right": False}
@@ -48,9 +55,9 @@ def save_png(figure: Figure, path: Path) -> None:
 def plot_profiles(profiles: Mapping[str, ArrayLike], *, x: str, y: str, bins: bool = False) -> str:
     """Draw curves of points [N, 2], by name, over a common axis; with `bins` as steps between the points."""
     figure, axes = subplots()
-    for colour, (name, points) in zip(itertools.cycle(COLOURS), profiles.items(), strict=False):
+    for (line, colour), (name, points) in zip(itertools.cycle(STYLES), profiles.items(), strict=False):
         style = "steps-mid" if bins else "default"
-        axes.plot(*np.transpose(points), "o-", markersize=4, drawstyle=style, color=colour, label=plain(name))
+        axes.plot(*np.transpose(points), f"o{line}", markersize=4, drawstyle=style, color=colour, label=plain(name))
     axes.set(xlabel=x, ylabel=y)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.25, linewidth=0.6)
@@ -60,8 +67,16 @@ def plot_profiles(profiles: Mapping[str, ArrayLike], *, x: str, y: str, bins: bo
 
 
 def legend_beside(axes: Axes) -> None:
-    """Put the legend to the right of the axes."""
-    axes.legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    """Put the legend to the right of the axes; one of many entries in columns below them, where the figure grows."""
+    handles, labels = axes.get_legend_handles_labels()
+    options: Any = {"frameon": False, "fontsize": 8.5}
+    if len(labels) <= MAX_BESIDE:
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), **options)
+        return
+    figure = axes.figure.get_figure(root=True)
+    columns = max(1, int(figure.get_figwidth() / (0.6 + 0.075 * max(map(len, labels)))))  # Inches of handles, letters.
+    figure.set_figheight(figure.get_figheight() + 0.19 * math.ceil(len(labels) / columns))
+    figure.legend(handles, labels, loc="outside lower left", ncols=columns, **options)
 
 
 def plain(text: str) -> str:

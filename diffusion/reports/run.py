@@ -57,16 +57,19 @@ class Curve:
 
         self.last_step = -math.inf
         self.last = math.nan
-        self._bins: list[list[float]] = []  # [first step, number, sum, smallest, largest]
+        """Last value, finite or not."""
+
+        self._bins: list[list[float]] = []  # [first step, number, sum, sum of reciprocals, smallest, largest]
 
     def add(self, step: float, value: float) -> None:
         """Add a value; steps ascend."""
+        self.last_step, self.last = step, value
         if not math.isfinite(value):
             if self.first_not_finite is None:
                 self.first_not_finite = step
             self.num_not_finite += 1
             return
-        self._add([step, 1, value, value, value])
+        self._add([step, 1, value, 1 / value if value else math.inf, value, value])
         while len(self._bins) > self.max_bins:
             self.width *= 2
             bins, self._bins = self._bins, []
@@ -74,16 +77,16 @@ class Curve:
                 self._add(bin_)
         self.num_values += 1
         self.total += value
-        self.last_step, self.last = step, value
 
     def _add(self, bin_: list[float]) -> None:
         """Join an interval to the last one, or append it."""
-        first, num, total, low, high = bin_
+        first, num, total, reciprocals, low, high = bin_
         if not self._bins or first // self.width > self._bins[-1][0] // self.width:
             self._bins.append(bin_)
             return
         last = self._bins[-1]
-        last[1:] = [last[1] + num, last[2] + total, min(last[3], low), max(last[4], high)]
+        last[1:4] = [last[1] + num, last[2] + total, last[3] + reciprocals]
+        last[4:] = [min(last[4], low), max(last[5], high)]
 
     @property
     def steps(self) -> list[float]:
@@ -98,7 +101,7 @@ class Curve:
     @property
     def extremes(self) -> tuple[list[float], list[float]]:
         """Smallest and largest value of each interval."""
-        return [bin_[3] for bin_ in self._bins], [bin_[4] for bin_ in self._bins]
+        return [bin_[4] for bin_ in self._bins], [bin_[5] for bin_ in self._bins]
 
     @property
     def mean(self) -> float:
@@ -106,9 +109,17 @@ class Curve:
         return self.total / self.num_values if self.num_values else math.nan
 
     def recent(self, share: float = 0.02) -> float:
-        """Mean of the values in the last share of the intervals."""
-        bins = self._bins[-max(1, round(share * len(self._bins))) :]
-        return sum(bin_[2] for bin_ in bins) / sum(bin_[1] for bin_ in bins)
+        """Mean of the values in the last share of the intervals; NaN if the last value is not finite."""
+        bins = self._last_bins(share)
+        return sum(bin_[2] for bin_ in bins) / sum(bin_[1] for bin_ in bins) if math.isfinite(self.last) else math.nan
+
+    def rate(self, share: float = 1.0) -> float:
+        """Harmonic mean of the values in the last share of the intervals, which are rates of equal amounts."""
+        bins = self._last_bins(share)
+        return sum(bin_[1] for bin_ in bins) / sum(bin_[3] for bin_ in bins) if bins else math.nan
+
+    def _last_bins(self, share: float) -> list[list[float]]:
+        return self._bins[-max(1, round(share * len(self._bins))) :]
 
 
 def read_curves(rows: Iterable[Row | None]) -> tuple[dict[str, Curve], int]:

@@ -3,6 +3,7 @@
 import datetime
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,13 +15,15 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 from PIL import Image
 
+from diffusion.config.schema import Task
 from diffusion.errors import DataError
 from diffusion.evaluation.protocol import Result, is_of_category, protocol_hash
-from diffusion.formats.run_folder import STALL, TRAIN_LOSS
+from diffusion.formats.run_folder import RECONSTRUCTIONS, STALL, TRAIN_LOSS
 from diffusion.planning.amounts import plan_amounts, plan_epoch
 from diffusion.reports.figures import (
     COLOURS,
     DARK,
+    STYLES,
     legend_beside,
     plain,
     plot_profiles,
@@ -55,8 +58,14 @@ UNKNOWN = "unknown"
 GRIDS_SHOWN, GRID_WIDTH = 8, 1280
 """Sample grids of a phase, and their largest width in pixels."""
 
+WORLD_SIZES_SHOWN = 4
+"""Largest number of world sizes of a run that are listed one by one."""
+
 CURVES_SHOWN = 6
 """Checkpoints, guidance scales or evaluations in one figure."""
+
+LETTERS = 90
+"""Letters of the names of phases in the width of a figure."""
 
 POINTS_MARKED = 40
 """Largest number of values of a curve that are marked one by one."""
@@ -70,6 +79,7 @@ def write_report(runs: Sequence[Run], path: Path, evaluations: Sequence[Path] = 
         "title": f"{'Run' if len(runs) == 1 else 'Phases'} {', '.join(run.name for run in runs)}",
         "runs": runs,
         "facts": facts(runs[-1]),
+        "is_autoencoder": runs[-1].config is not None and runs[-1].config.task is Task.autoencoder,
         "plans": [plan_table(run) for run in runs],
         "loss": loss_section(runs),
         "validation": validation_section(runs),
@@ -90,19 +100,18 @@ def facts(run: Run) -> list[tuple[str, str, str]]:
     if run.config is not None:
         batch = run.config.data.global_batch_size
         rows.append(("Images seen", f"{run.num_steps * batch:,}", f"{batch:,} in each step"))
-    if loss := run.curve(TRAIN_LOSS):
-        rows.append(("Training loss", f"{loss.recent():.4f}", "mean of the last 2 % of steps"))
-    if loss := run.curve(VALIDATION_LOSS):
-        rows.append(("Validation loss", f"{loss.last:.4f}", f"at step {loss.last_step:,.0f}"))
+    if loss := run.curves.get(TRAIN_LOSS):
+        rows.append(("Training loss", _loss(loss.recent()), "mean of the last 2 % of steps"))
+    if loss := run.curves.get(VALIDATION_LOSS):
+        rows.append(("Validation loss", _loss(loss.last), f"at step {loss.last_step:,.0f}"))
     if speed := run.curve(THROUGHPUT):
-        rows.append(("Throughput", f"{speed.recent():,.4g} images/s", f"mean of the run {speed.mean:,.4g}"))
+        rows.append(("Throughput", _throughput(speed.rate(0.02)), f"mean of the run {_throughput(speed.rate())}"))
     if mfu := run.curve(MFU):
-        rows.append(("MFU", f"{mfu.recent():.1%}", f"mean of the run {mfu.mean:.1%}"))
+        rows.append(("MFU", f"{mfu.rate(0.02):.1%}", f"mean of the run {mfu.rate():.1%}"))
     if waiting := run.curve(WAITING):
         rows.append(("Waiting for data", f"{waiting.mean:.1%}", "of the steps' time"))
     if run.starts:
-        unit = "rank" if all(start.device == "CPU" for start in run.starts) else "GPU"
-        rows.append(("Wall-clock time", duration(run.wall_hours), f"{run.gpu_hours:,.2f} {unit}-hours"))
+        rows.append(("Wall-clock time", duration(run.wall_hours), f"{run.gpu_hours:,.2f} {_hours_unit(run)}"))
         num = sum(start.end not in ("", "finished") for start in run.starts)
         rows.append(("Starts", f"{len(run.starts)}", f"{num} interrupted, {run.num_steps_redone:,} steps redone"))
     return rows
@@ -120,9 +129,9 @@ def plan_table(run: Run) -> pd.DataFrame | None:
     amounts: list[tuple[str, float | None, float | None, Callable[[float], str]]] = [
         ("optimizer steps", plan.num_iterations, run.num_steps, "{:,}".format),
         ("images", plan.num_images, run.num_steps * plan.global_batch_size, "{:,}".format),
-        ("throughput", plan.images_per_second, speed.mean if speed else None, "{:,.4g} images/s".format),
+        ("throughput", plan.images_per_second, speed.rate() if speed else None, _throughput),
         ("time", plan.days * 24 if plan.days is not None else None, hours, duration),
-        ("GPU-hours", plan.gpu_hours, gpu_hours, "{:,.2f}".format),
+        (_hours_unit(run), plan.gpu_hours, gpu_hours, "{:,.2f}".format),
         ("cost", plan.cost, cost, "${:,.2f}".format),
     ]
     rows = [
@@ -135,9 +144,25 @@ def plan_table(run: Run) -> pd.DataFrame | None:
         for name, planned, actual, form in amounts
         if planned is not None or actual is not None
     ]
-    world_sizes = [str(size) for size, _ in itertools.groupby(start.world_size for start in run.starts)]
-    rows.append(("ranks", f"{plan.num_ranks}", ", then ".join(world_sizes) or UNKNOWN, ""))
+    sizes = [size for size, _ in itertools.groupby(start.world_size for start in run.starts)]
+    ranks = ", then ".join(map(str, sizes)) or UNKNOWN
+    if len(sizes) > WORLD_SIZES_SHOWN:
+        ranks = f"{min(sizes)} to {max(sizes)}, {len(sizes) - 1} changes"
+    rows.append(("ranks", f"{plan.num_ranks}", ranks, ""))
     return pd.DataFrame(rows, columns=["", "planned", "actual", "actual / planned"])
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4g}" if math.isfinite(value) else "not finite"
+
+
+def _throughput(value: float) -> str:
+    return f"{value:,.0f} images/s" if value >= 1000 else f"{value:.4g} images/s"
+
+
+def _hours_unit(run: Run) -> str:
+    is_cpu = run.starts and all(start.device == "CPU" for start in run.starts)
+    return "rank-hours" if is_cpu else "GPU-hours"
 
 
 def _optional(value: float | None, form: Callable[[float], str]) -> str:
@@ -162,9 +187,10 @@ def validation_section(runs: Sequence[Run]) -> dict[str, Any]:
     of_loss = [name for name in names if name.startswith(VALIDATION_LOSS + "/")]
     losses = {name: name.removeprefix(VALIDATION_LOSS + "/") for name in of_loss}
     others = [name for name in names if name not in (VALIDATION_LOSS, *losses)]
+    labels = {name: name.rpartition("/")[2].replace("psnr", "PSNR, dB") for name in names}
     return {
         "loss": plot_metrics({VALIDATION_LOSS: "all validation data", **losses}, runs, y="validation loss"),
-        "others": {name: plot_metrics({name: name}, runs, y=name.rpartition("/")[2]) for name in others},
+        "others": {name: plot_metrics({name: name}, runs, y=labels[name]) for name in others},
         "by_timestep": _loss_by_timestep(runs[-1]),
     }
 
@@ -187,13 +213,22 @@ def metrics_section(runs: Sequence[Run], folders: Sequence[Path]) -> dict[str, A
     """Image metrics over guidance scales and checkpoints, and a table of all numbers."""
     points, num_damaged = read_evaluations([*(run.folder for run in runs), *folders])
     is_category = points["metric"].map(is_of_category).astype(bool)
-    figures: dict[str, str | None] = {}
+    figures: dict[str, str] = {}
     for metric, part in points[~is_category].groupby("metric", sort=False):
-        figures[f"{metric} over the guidance scale"] = _plot_metric(part, x="guidance scale", by="model")
-        figures[f"{metric} over checkpoints"] = _plot_metric(part, x="optimizer step", by="weights")
+        for over, x, by in (
+            ("the guidance scale", "guidance scale", "model"),
+            ("checkpoints", "optimizer step", "weights"),
+        ):
+            rows = part.dropna(subset=x)
+            if rows[x].nunique() < 2:
+                continue
+            curves = [(str(name), some[[x, "value"]].to_numpy()) for name, some in rows.groupby(by, sort=False)]
+            shown = spread(len(curves), CURVES_SHOWN)
+            counts = f", {len(shown)} of {len(curves)} curves" if len(shown) < len(curves) else ""
+            figures[f"{metric} over {over}{counts}"] = plot_profiles(dict(curves[i] for i in shown), x=x, y=str(metric))
     return {
         "num_damaged": num_damaged,
-        "figures": {caption: figure for caption, figure in figures.items() if figure is not None},
+        "figures": figures,
         "table": points.pivot_table("text", ["model", "guidance"], "metric", "last", fill_value="", sort=False)
         .rename_axis(columns=None)
         .reset_index(),
@@ -235,28 +270,22 @@ def read_evaluations(folders: Sequence[Path]) -> tuple[pd.DataFrame, int]:
     return frame.sort_values(axes, na_position="first", kind="stable"), num_damaged
 
 
-def _plot_metric(points: pd.DataFrame, x: str, by: str) -> str | None:
-    """Figure of a metric over a column, with a curve for each value of another; None for a single position."""
-    points = points.dropna(subset=x)
-    if points[x].nunique() < 2:
-        return None
-    curves = [(str(name), part[[x, "value"]].to_numpy()) for name, part in points.groupby(by, sort=False)]
-    return plot_profiles(dict(curves[-CURVES_SHOWN:]), x=x, y=points["metric"].iloc[0])
-
-
 def samples_section(run: Run) -> dict[str, Any]:
     """Grids of images for the same prompts and seeds over time."""
     steps = list(run.samples)
     grids, prompts = [], []
-    for step in (steps[i] for i in spread(len(steps), GRIDS_SHOWN)):
+    paths = {run.samples[steps[i]]: f", step {steps[i]:,}" for i in spread(len(steps), GRIDS_SHOWN)}
+    if (path := run.folder / RECONSTRUCTIONS).is_file():
+        paths[path] = ": images (above) and their reconstructions from latents (below)"
+    for path, content in paths.items():
         try:
-            with Image.open(run.samples[step], formats=["PNG"]) as image:  # Others run programs.
+            with Image.open(path, formats=["PNG"]) as image:  # Others run programs.
                 settings = json.loads(image.info.get("samples", "{}"))
                 grid = image.convert("RGB")
             grid.thumbnail((GRID_WIDTH, grid.height))
             prompts = list(map(str, settings.get("prompts", prompts)))
             weights = {"ema": ", average of the weights (EMA)", "raw": ", weights of that step"}
-            caption = f"{run.name}, step {step:,}{weights.get(settings.get('weights'), '')}"
+            caption = f"{run.name}{content}{weights.get(settings.get('weights'), '')}"
             if "guidance_scale" in settings:
                 caption += f", guidance {settings['guidance_scale']:g}"
             grids.append((image_uri(grid, jpeg_quality=88), caption))
@@ -316,6 +345,7 @@ def timeline_table(run: Run) -> pd.DataFrame:
     """Events of the supervisor and rollbacks."""
     return pd.DataFrame(
         {
+            "": [str(number) for number in range(1, len(run.timeline) + 1)],
             "time (UTC)": run.timeline["time"].map("{:%Y-%m-%d %H:%M:%S}".format),
             "step": run.timeline["step"].map("{:,}".format, na_action="ignore").fillna(""),
             "event": run.timeline["event"].str.replace("_", " "),
@@ -325,8 +355,12 @@ def timeline_table(run: Run) -> pd.DataFrame:
 
 
 def find_metrics(runs: Sequence[Run], prefix: str) -> list[str]:
-    """Names of the metrics of any phase with a prefix."""
-    return sorted({name for run in runs for name in run.curves if name.startswith(prefix)})
+    """Names of the metrics of any phase with a prefix, numbers in them by their value."""
+
+    def order(name: str) -> list[tuple[str, int]]:
+        return [(text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name)]
+
+    return sorted({name for run in runs for name in run.curves if name.startswith(prefix)}, key=order)
 
 
 def plot_metrics(
@@ -360,14 +394,14 @@ def plot_metrics(
     if not curves:
         return None
     figure, axes = subplots()
-    for colour, (label, of_phases) in zip(itertools.cycle(COLOURS), curves.items(), strict=False):
+    for (line, colour), (label, of_phases) in zip(itertools.cycle(STYLES), curves.items(), strict=False):
         for i, (first_step, curve) in enumerate(of_phases):
             steps = np.array(curve.steps) + first_step
             if len(curves) == 1 and curve.width > 1:
                 axes.fill_between(steps, *curve.extremes, color=colour, alpha=0.18, linewidth=0)
-            style = "o-" if len(steps) <= POINTS_MARKED else "-"
+            marker = "o" if len(steps) <= POINTS_MARKED else ""
             name = plain(label) if i == 0 else None
-            axes.plot(steps, curve.means, style, markersize=4, color=colour, linewidth=1.3, label=name)
+            axes.plot(steps, curve.means, marker + line, markersize=4, color=colour, linewidth=1.3, label=name)
     if clip:
         _clip(axes, [mean for of_phases in curves.values() for _, curve in of_phases for mean in curve.means])
     if from_zero:
@@ -412,12 +446,14 @@ def _mark_events(axes: Axes, runs: Sequence[Run]) -> bool:
 
 
 def _mark_phases(axes: Axes, runs: Sequence[Run]) -> None:
-    """Mark the beginnings of later phases, and name all."""
+    """Mark the beginnings of later phases, and name all, or number them if a name does not fit."""
     for run in runs[1:]:
         axes.axvline(run.first_step, color=DARK, linewidth=0.9, linestyle="--")
-    for run in runs if len(runs) > 1 else []:
-        middle = run.first_step + run.num_steps / 2
-        axes.text(middle, 1.01, plain(run.name), transform=axes.get_xaxis_transform(), ha="center", fontsize=8.5)
+    per_step = LETTERS / max(sum(run.num_steps for run in runs), 1)
+    fits = all(len(run.name) < run.num_steps * per_step for run in runs)
+    for number, run in enumerate(runs if len(runs) > 1 else [], start=1):
+        middle, name = run.first_step + run.num_steps / 2, plain(run.name) if fits else str(number)
+        axes.text(middle, 1.01, name, transform=axes.get_xaxis_transform(), ha="center", fontsize=8.5)
 
 
 def spread(number: int, limit: int) -> list[int]:

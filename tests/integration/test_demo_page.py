@@ -196,6 +196,8 @@ def test_what_is_larger_than_the_fields_allow_is_refused(model, address):
     for large in ({"height": 1000 * side}, {"width": 2 * side + 8}, {"num_images": 17}, {"num_steps": 1000}):
         with pytest.raises(AppError):
             ask(**large)
+    with pytest.raises(AppError, match="width"):
+        ask(width=9999)
 
 
 def test_a_cap_holds_on_the_server(model, monkeypatch):

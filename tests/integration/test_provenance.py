@@ -98,11 +98,13 @@ def test_a_summary_has_sources_domains_rejections_and_takedowns(tmp_path: Path, 
     replace(PreparedManifest.read(tmp_path / "data"), sources=[source], rejected=rejected).write(tmp_path / "data")
     (tmp_path / "data" / "withdrawn.json").write_text(json.dumps({"train/a": [1, 3], "validation/a": [0]}))
     content = Content()
-    hosts = ["www.first.org", *(f"host{i}.org" for i in range(14))]
+    hosts = ["www.first.org", *(f"host{i}.org" for i in reversed(range(14)))]
     for i in range(20):
         url = f"https://{hosts[max(0, i - 5)]}/{i}.jpg"
         metadata = {"license": "CC BY | 4.0", "url": url} if i else {"URL": "https://[no address"}
         content.add(Exposure(stream="a", index=i, times=2, key=f"web/{i}", metadata=metadata))
+    for address in ("s3://bucket.org/1.jpg", "shapes://red.org", "host.org/1.jpg"):
+        content.add(Exposure(stream="a", index=0, times=1, key="store/1", metadata={"url": address}))
     monkeypatch.setattr("diffusion.operations.training_content.read_identities", lambda _: {"text_encoder": "0123"})
     config = load_config("yamls/tiny/phase1.yaml", [*SMALL, f"data.local={folder.parent}", "model.vae=some/vae"])
     options = {"config": config, "checkpoint": Path("ep0-ba8"), "num_steps": 8, "folders": [folder], "runs": []}

@@ -85,7 +85,7 @@ def test_scores_and_report_in_a_store_are_those_of_a_folder(tmp_path, s3_server)
         assert (report["kept"]["images"], report["reasons"]) == (12, {"duplicate": 1})
         return out
 
-    there, here = prepared(f"s3://tests/{tmp_path.name}"), prepared(str(tmp_path / "out"))
+    there, here = prepared(f"s3://tests/{tmp_path.name}/out"), prepared(str(tmp_path / "out"))
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("data:image/jpeg") == 12 + 1 + 2, "kept images, the duplicate, the pair"
     names = ["scores.json", "report.json", *(f"scores/{name}" for name in list_files(f"{there}/scores"))]

@@ -58,15 +58,15 @@ def test_without_filters_there_are_no_rules():
         (sample(aesthetic=True), {"min_aesthetic": 0}, ("aesthetic", "aesthetic is 'true', which is not a number")),
         (sample(laion=5), {"min_aesthetic": 4.5, "aesthetic_column": "laion"}, None),
         (sample(language="EN "), {"languages": ["en", "de"]}, None),
-        (sample(language="fr"), {"languages": ["en", "de"]}, ("language", "'fr'")),
+        (sample(language="fr"), {"languages": ["en", "de"]}, ("language", "language is 'fr'")),
         (sample(license="cc0"), {"licences": ["CC0"]}, None),
-        (sample(license="all rights reserved"), {"licences": ["CC0"]}, ("licence", "'all rights reserved'")),
+        (sample(license="all rights reserved"), {"licences": ["CC0"]}, ("licence", "licence is 'all rights reserved'")),
         (sample(pwatermark=0.8), {"conditions": [{"column": "pwatermark", "max": 0.8}]}, None),
         (sample(p=0.9), {"conditions": [{"column": "p", "max": 0.8}]}, ("condition_p", "0.9 > 0.8")),
         (sample(width=10), {"conditions": [{"column": "width", "min": 11}]}, ("condition_width", "10 < 11")),
         (sample(kind=3), {"conditions": [{"column": "kind", "one_of": ["a", "3"]}]}, None),
         (sample(kind=3.0), {"conditions": [{"column": "kind", "one_of": [3]}]}, None),
-        (sample(kind="b"), {"conditions": [{"column": "kind", "one_of": ["a", 3]}]}, ("condition_kind", "'b'")),
+        (sample(kind="b"), {"conditions": [{"column": "kind", "one_of": ["a", 3]}]}, ("condition_kind", "kind is 'b'")),
     ],
 )
 def test_each_filter(one, filters, expected):

@@ -48,7 +48,7 @@ def two_parts() -> tuple[list[dict], list[dict]]:
         image(1, width=100, height=80, aesthetic=5.0, language="en"),
         image(2, width=300, height=400, aesthetic=6.0, language="en", bytes=3000),
         image(3, width=100, height=80, aesthetic=2.0, language="de"),
-        image(4, width=None, height=None, bytes=None, xxh128=None, phash=None, sharpness=None, captions=[],
+        image(4, width=None, height=None, bytes=None, xxh128=None, phash=None, sharpness=None, captions=["a dog"],
               reason="undecodable", detail="broken"),
     ]  # fmt: skip
     second = [image(10 + i, width=1500 + i, height=1100) for i in range(20)]
@@ -66,11 +66,13 @@ def test_captions_of_a_server_are_counted_and_shown(tmp_path):
     columns = {"captions": captions, "generated_captions": generated, "answers": pa.array(answers, ANSWER_TYPE)}
     write_table(str(tmp_path / "out/scores/captions" / part_name(0)), pa.table(columns))
     rows = [image(i, width=100, height=80) for i in range(4)]
+    rows[0] |= {"reason": "missing_caption", "captions": [], "detail": "no 0.txt"}
     rows += [image(i, width=100, height=80, captions=[], reason="missing_caption") for i in (4, 5)]
     written = report(tmp_path, rows, [image(9, width=100, height=80)])
     assert written["reasons"] == {"caption_refused": 1, "missing_caption": 1}
     assert [one["detail"] for one in written["shown_rejected"]["caption_refused"]] == ["I'm sorry"]
-    found = written["captions"]
+    found, kept = written["captions"], {one["key"]: one for one in written["shown_kept"]["train/64-256"]}
+    assert [(kept[key]["caption"], kept[key]["detail"]) for key in ("s/0", "s/9")] == [("kept", ""), ("a red dog", "")]
     assert found["outcomes"] == {"captioned": 2, "refused": 2}
     assert (found["requests"], found["prompt_tokens"]) == (8, 40)
     assert found["dollars_per_1000_images"] == pytest.approx(10)
@@ -127,7 +129,7 @@ def test_few_images_are_shown_those_with_the_smallest_hashes(counted):
     keys = sorted((f"s/{10 + i}" for i in range(20)), key=xxhash.xxh3_64_intdigest)
     assert shown == keys[:NUM_SHOWN]
     [broken] = counted["shown_rejected"]["undecodable"]
-    assert broken == {"key": "s/4", "width": None, "height": None, "detail": "broken"}
+    assert broken == {"key": "s/4", "width": None, "height": None, "caption": "a dog", "detail": "broken"}
 
 
 def test_removed_images_are_counted_and_not_shown(tmp_path):
@@ -211,7 +213,7 @@ def test_a_browser_shows_the_page_runs_nothing_and_asks_nobody(tmp_path):
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
     title = re.search("<title>(.*?)</title>", done.stdout, re.DOTALL)
     assert title is not None
-    assert title[1] == "Prepared data"
+    assert title[1] == "Prepared data: out"
     assert "CONSOLE" not in done.stderr
     assert "192.0.2.1" not in log.read_text(encoding="utf-8", errors="replace")
     assert done.stdout.count("<img ") >= 3

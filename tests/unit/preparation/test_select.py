@@ -402,7 +402,7 @@ def test_details_of_examples(tmp_path, monkeypatch):
     shown = select(str(tmp_path), config, ONE).examples
     assert {reason: [(one.row, one.detail) for one in some] for reason, some in shown.items()} == {
         "condition_sharpness": [(6, "0.5 < 1")], "duplicate": [(9, "of s/20")],
-        "language": [(0, "'fr'"), (1, "'fr'"), (2, "'fr'")], "too_small": [(5, "100 x 480")],
+        "language": [(i, "language is 'fr'") for i in range(3)], "too_small": [(5, "100 x 480")],
         "undecodable": [(4, "truncated")], "where": [(7, "")],
     }  # fmt: skip
     assert shown["condition_sharpness"][0].key == "s/12"

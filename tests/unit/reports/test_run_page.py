@@ -2,6 +2,7 @@
 
 import base64
 import datetime
+import itertools
 import json
 import math
 import re
@@ -18,7 +19,16 @@ from diffusion.evaluation.protocol import Number, Result, protocol_hash
 from diffusion.files import read_json_lines
 from diffusion.formats.run_folder import TRAIN_LOSS, checkpoint_folder
 from diffusion.reports.run import Curve, read_curves, read_phases, read_run, read_starts
-from diffusion.reports.run_page import read_evaluations, write_report
+from diffusion.reports.run_page import (
+    STREAM_LOSS,
+    THROUGHPUT,
+    facts,
+    find_metrics,
+    metrics_section,
+    plan_table,
+    read_evaluations,
+    write_report,
+)
 
 CONFIG = """
 run_name: {name}
@@ -85,6 +95,30 @@ def test_numbers_that_are_not_finite_are_counted_and_left_out() -> None:
     for step, value in enumerate([1.0, math.nan, math.inf, 2.0]):
         curve.add(step, value)
     assert (curve.num_not_finite, curve.first_not_finite, curve.means) == (2, 1, [1.0, 2.0])
+
+
+@pytest.mark.parametrize("num_finite", [0, 20])
+def test_a_loss_that_ends_not_finite_is_reported(tmp_path: Path, num_finite: int) -> None:
+    rows = [{"step": step, TRAIN_LOSS: 1.0 if step < num_finite else math.nan} for step in range(30)]
+    run = read_run(write_run(tmp_path / "run", rows))
+    write_report([run], tmp_path / "report.html")
+    assert run.num_steps == 30
+    assert ("Training loss", "not finite") in [one[:2] for one in facts(run)]
+
+
+def test_throughput_is_the_images_of_all_steps_over_their_time(tmp_path: Path) -> None:
+    speeds = [50.0] * 1000 + [2000.0] * 1000
+    run = read_run(write_run(tmp_path / "run", [{"step": i, THROUGHPUT: speed} for i, speed in enumerate(speeds)]))
+    assert ("Throughput", "2,000 images/s", "mean of the run 97.56 images/s") in facts(run)
+    table = plan_table(run)
+    assert table is not None
+    assert table.set_index("").loc["throughput"].tolist() == ["2 images/s", "97.56 images/s", "4878.0%"]
+
+
+def test_streams_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    streams = [f"{STREAM_LOSS}{name}" for name in ("512x2048", "1024x960", "1024x1024")]
+    run = read_run(write_run(tmp_path / "run", [{"step": 0, **dict.fromkeys(streams[::-1], 1.0)}]))
+    assert find_metrics([run], STREAM_LOSS) == streams
 
 
 def test_a_damaged_line_is_left_out_wherever_it_is(tmp_path: Path) -> None:
@@ -248,6 +282,19 @@ def test_results_of_several_output_folders_are_apart(tmp_path: Path) -> None:
     models = {"evaluation/one ep0-ba20-raw": 1.0, "evaluation/two ep0-ba20-raw": 2.0}
     assert dict(zip(points["model"], points["value"], strict=True)) == models
     assert list(points["weights"]) == ["evaluation/one raw", "evaluation/two raw"]
+
+
+def test_figures_show_guidance_scales_of_the_whole_range_and_how_many(tmp_path: Path) -> None:
+    for step, scale in itertools.product((20, 40), range(1, 17)):
+        numbers = {"fid": Number(value=scale, protocol={})}
+        Result(name=f"ba{step}", path="", step=step, guidance_scale=scale, numbers=numbers).write(tmp_path)
+    figures = metrics_section([], [tmp_path])["figures"]
+    assert [caption.partition(") over ")[2] for caption in figures] == [
+        "the guidance scale",
+        "checkpoints, 6 of 16 curves",
+    ]
+    _, svg = (base64.b64decode(uri.partition(",")[2]).decode() for uri in figures.values())
+    assert re.findall(r"<!--.* at guidance (\d+) -->", svg) == ["1", "4", "7", "10", "13", "16"]
 
 
 def test_a_folder_that_is_no_run_is_an_error(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from apps.preference.images import collect
-from apps.preference.report import make_report, to_csv, write_report
+from apps.preference.report import make_report, rates_figure, to_csv, write_report
 from apps.preference.store import ScreenKind, Store, schedule
 from diffusion.errors import ConfigurationError, DataError
 from tests.tools.preference_studies import (
@@ -189,6 +189,9 @@ def test_ties_repeats_and_categories_by_hand():
         assert list(reliability.loc[(measure, "quality")]) == [0.5, 2]
     assert list(report.categories["category"]) == ["x", "x", "y", "y"]
     assert report.categories.loc[0, "votes"] == 2
+    [axes] = rates_figure(report.rates).axes
+    assert "2 votes" in axes.get_yticklabels()[0].get_text()
+    assert min(axes.get_ylim()) < -0.2 and max(axes.get_ylim()) > len(report.rates) - 0.8
     head, first, tie = to_csv(votes, ["m", "n"]).splitlines()[:3]
     assert head.startswith("rater,position,kind,pair,prompt,category,first,second,quality,alignment,voted_at,")
     assert first == "r,0,pair,0,prompt 0,x,m,n,m,m,1970-01-01T00:01:44.000+00:00,4.0"
