@@ -315,7 +315,7 @@ def patiently(path: Path, read: Callable[[], T]) -> T:
     except OSError as error:
         raise _unread(f"{path} cannot be read", error) from error
     except UnavailableError as error:
-        raise MachineError(f"{error}. If that does not help, remove the checkpoint") from error
+        raise MachineError(f"{error}. If it stays so, move the checkpoint away") from error
 
 
 def _unread(problem: str, error: OSError) -> UserError:

@@ -7,9 +7,8 @@ be killed at any moment:
   releases). It is fetched to a file beside it, which gets its name when its size and hash are those of the index.
 - The file of the lock holds the failure of the last check if there was one, and is dated by it: hosts that share a
   cache compare times by the clock of its file system only. A process that waited for a failed attempt of another one
-  fails with its message. A shard that has been checked since this process opened
-  the stream is not hashed again: a node hashes each shard once in a start. A copy found damaged is fetched
-  again; damage after that check is a DataError.
+  fails with its message. A shard that has been checked since this process opened the stream is not hashed again: a
+  node hashes each shard once in a start. A copy found damaged is fetched again; damage after that check is a DataError.
 - The index of a cache is compared with the original at the start of training (`replace_index`).
 - Uncompressed originals have no such files: each rank hashes those that it reads. A damaged original is an error.
 - With a size limit, the least recently used shards are evicted (a shard's modification time is that of its last use).
@@ -156,7 +155,7 @@ def replace_index(folder: Path, index: bytes) -> None:
         if changed and len(changed) == len(old) and not (folder / LOCKS).is_dir():
             raise ConfigurationError(
                 f"{folder} holds no shard of the data set, and as its cache would be overwritten. Set another "
-                "data.local, or remove data.remote to read what is there"
+                "data.local, delete the folder if it is an old copy, or remove data.remote to read what is there"
             )
         logger.info("%s is replaced by that of the data set, which has changed", path)
         with atomic_path(path, partial=unique_partial(path)) as partial:

@@ -120,7 +120,7 @@ def _read(path: Path) -> HeartbeatRecord | None:
         time.sleep(0.01 if attempt else 0)
         try:
             fields = json.loads(path.read_bytes())
-            return HeartbeatRecord(**{**fields, "phase": Phase(fields["phase"])})
+            return HeartbeatRecord.of({**fields, "phase": Phase(fields["phase"])})
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError):

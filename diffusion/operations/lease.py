@@ -386,8 +386,6 @@ def _content(holder: Holder, num_renewals: int) -> bytes:
 def _holder_of(content: bytes | None) -> Holder | None:
     """Return the holder that a content names; None without a complete one."""
     try:
-        fields = json.loads(content or b"")
-        del fields["count"]
-        return Holder(**fields)
-    except (ValueError, TypeError, KeyError):
+        return Holder.of(json.loads(content or b""))
+    except (ValueError, TypeError, AttributeError):
         return None

@@ -5,11 +5,11 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -28,6 +28,12 @@ class ProcessRecord:
     start: str | None = None
     """Start of the process, whatever the clock of the host: its boot, and ticks since then. None: not known."""
 
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """Make a record of JSON, without what later versions have added; a TypeError if something is missing."""
+        known = {one.name for one in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
+
 
 def own_record() -> dict[str, Any]:
     """Return the fields of a record of this process."""
@@ -36,10 +42,10 @@ def own_record() -> dict[str, Any]:
 
 def _start_of(pid: int) -> str | None:
     try:
-        ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]  # Field 22 of proc_pid_stat(5).
+        ticks = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19]  # Field 22 of proc_pid_stat(5).
     except OSError:
         return None
-    return f"{_boot()} {ticks}"
+    return f"{_boot()} {int(ticks)}"
 
 
 @functools.cache

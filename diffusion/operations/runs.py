@@ -47,8 +47,8 @@ class SupervisorRecord(ProcessRecord):
 def read_supervisor(run: Path) -> SupervisorRecord | None:
     """Read the record of the last supervisor of a run; None if it had none."""
     try:
-        return SupervisorRecord(**json.loads((run / SUPERVISED).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        return SupervisorRecord.of(json.loads((run / SUPERVISED).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, AttributeError):
         return None
 
 

@@ -198,9 +198,10 @@ def build_rules(config: FiltersConfig, column: ColumnSql) -> list[Rule]:
         value = column(condition.column)
         if config.missing is Missing.reject and condition.column not in present:
             present.add(condition.column)
-            name_of_key, keys = literal(condition.column), "json_keys(metadata)"
-            detail = f"""concat('no ', {name_of_key}, CASE WHEN len({keys}) > 0 AND {name_of_key} NOT IN {keys}
-                THEN '; its metadata have ' || array_to_string({keys}[:20], ', ') END)"""
+            detail, key, keys = literal(f"no {condition.column}"), literal(condition.column), "json_keys(metadata)"
+            if value != identifier(condition.column):  # A key of the metadata.
+                detail = f"""concat({detail}, CASE WHEN len({keys}) > 0 AND {key} NOT IN {keys}
+                    THEN '; its metadata have ' || array_to_string({keys}[:20], ', ') END)"""
             rules.append(Rule(f"missing_{condition.column}", f"{value} IS NULL", detail))
         if condition.one_of:
             rules.append(_text_rule(name, value, condition.one_of, any_case=name in ("licence", "language")))

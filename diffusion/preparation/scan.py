@@ -402,18 +402,19 @@ def _local_copies(folder: str, names: Sequence[str], scratch: str | None) -> Ite
         yield [as_pattern(str(local / name)) for name in names]
 
 
-# Earlier versions hashed no image that was rejected for its texts.
+# Earlier versions hashed no image that was rejected for its texts. Rejected duplicates may have one key.
+_HASH = "if(reason = 'duplicate_key', NULL, xxh128) AS hash"
 _CHANGED = f"""
-WITH new AS (FROM read_parquet(?, hive_partitioning = false)),
-known AS (SELECT * REPLACE (regexp_replace(file, {literal(REVISION)}, '\\1\\2') AS file)
+WITH new AS (SELECT *, {_HASH} FROM read_parquet(?, hive_partitioning = false)),
+known AS (SELECT * REPLACE (regexp_replace(file, {literal(REVISION)}, '\\1\\2') AS file), {_HASH}
     FROM read_parquet(?, hive_partitioning = false)),
 old AS (FROM known SEMI JOIN (SELECT DISTINCT file FROM new) USING (file)
     ANTI JOIN (SELECT key_hash FROM new WHERE reason = 'removed') USING (key_hash)
     ANTI JOIN (SELECT file, "row" FROM new WHERE reason = 'removed') USING (file, "row"))
 SELECT key FROM (SELECT * FROM new WHERE reason <> 'removed') new
 FULL JOIN (SELECT * FROM old WHERE reason <> 'removed' AND version <> '') old USING (key)
-WHERE new.reason IS NULL OR old.reason IS NULL OR row(new.xxh128, new.captions, new.metadata, new.reason)
-    IS DISTINCT FROM row(coalesce(old.xxh128, new.xxh128), old.captions, old.metadata, old.reason)
+WHERE new.reason IS NULL OR old.reason IS NULL OR row(new.hash, new.captions, new.metadata, new.reason)
+    IS DISTINCT FROM row(coalesce(old.hash, new.hash), old.captions, old.metadata, old.reason)
 ORDER BY key LIMIT 1
 """
 

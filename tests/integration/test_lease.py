@@ -191,6 +191,21 @@ def test_a_step_of_the_clock_takes_no_lease_from_a_living_process(tmp_path):
     assert active_holder(path) is None
 
 
+def test_a_process_may_have_a_name_that_is_no_text_and_a_record_more_fields(tmp_path):
+    """The kernel cuts names in the middle of a character."""
+    comm = Path("/proc/self/comm")
+    before = comm.read_bytes()
+    comm.write_bytes("x-обучение".encode()[:15])
+    try:
+        with leased(tmp_path):
+            written = json.loads((tmp_path / LEASE).read_bytes())
+            (tmp_path / LEASE).write_text(json.dumps(written | {"of_a_later_version": 1}))
+            found = active_holder(tmp_path / LEASE)
+            assert found is not None and found.pid == os.getpid()
+    finally:
+        comm.write_bytes(before)
+
+
 def test_a_lease_of_another_host_is_taken_over_when_it_has_run_out(tmp_path, monkeypatch):
     monkeypatch.setattr(timeouts, "LEASE", 2.0)
     held_elsewhere(tmp_path, 1)

@@ -108,7 +108,8 @@ class WebDatasetSource(Source):
     def _json(self) -> Iterator[bytes]:
         """Yield the .json of the first samples of the first file, as far as it can be read."""
         with suppress(UnfitFileError), self.open(next(iter(self.files()))) as file:
-            for found in islice(self._samples(_Stream(file)), NUM_CHECKED):
+            samples = (found for found in self._samples(_Stream(file)) if not found.another)
+            for found in islice(samples, NUM_CHECKED):
                 if "json" in found.contents:
                     yield found.contents["json"]
 
@@ -122,7 +123,7 @@ class WebDatasetSource(Source):
                 offset, length = found.span or (None, None)
                 location = replace(of_tar, offset=offset, length=length)
                 bare = bare_record(key, found.contents.get("image"), location)
-                is_again = seen.setdefault(found.stem, found.start) != found.start
+                is_again = (seen.get if found.another else seen.setdefault)(found.stem, found.start) != found.start
                 key = f"{key}#{found.start}" if is_again else key
                 if found.another:
                     key, detail = f"{key}.{key_of(found.another)}", "another image of its sample"

@@ -374,3 +374,21 @@ def test_an_image_that_a_table_named_before_it_came(tmp_path):
     assert prepare([source], out, **OPTIONS) == grown
     os.utime(source / "late.png", ns=(0, 0))
     assert prepare([source], out, **OPTIONS) == grown
+
+
+def test_second_images_of_one_key_are_no_change_of_a_tar_that_was_touched(tmp_path):
+    names = ("s.jpg", "s.txt", "s.jpeg", "s.JPEG", "s.v1.png", "s.v1.jpg", "t.jpg", "t.txt")
+    members = [(name, b"text" if name.endswith("txt") else noise(40, 35, i)) for i, name in enumerate(names)]
+    tar = write_tar(tmp_path / "one.tar", members)
+    first = prepare([tar], tmp_path / "out", edges=[16])
+    os.utime(tar, (1, 1))
+    assert prepare([tar], tmp_path / "out", edges=[16]) == first
+
+
+def test_a_sample_is_kept_after_second_images_of_its_name(tmp_path):
+    names = ("c.jpg", "c.txt", "c.v1.png", "c.v1.jpg", "a.jpg", "a.txt", "c.v1.jpg", "c.v1.txt")
+    members = [(name, b"text" if name.endswith("txt") else noise(40, 35, i)) for i, name in enumerate(names)]
+    prepare([write_tar(tmp_path / "k.tar", members)], tmp_path / "out", edges=[16])
+    assert sorted(one for listed in keys(tmp_path / "out").values() for one in listed) == [
+        "k.tar/a", "k.tar/c", "k.tar/c.v1",
+    ]  # fmt: skip
