@@ -266,7 +266,7 @@ def load_generator(model: EvaluatedModel, device: torch.device, paths: FrozenPat
 
     Raises:
         ConfigurationError: weights are missing, or do not fit.
-        WeightsError: the checkpoint is damaged, or lacks the average.
+        WeightsError: the checkpoint is damaged, lacks the average, or its weights are not finite.
     """
     if is_pipeline(model.path):
         return PipelineGenerator(Path(model.path), device)
