@@ -108,8 +108,13 @@ def measure_caption_use(
 
     Returns:
         Losses with `true` captions, and with the `shuffled` ones of other samples, one of each per seed.
+
+    Raises:
+        ConfigurationError: there is one sample only.
     """
     own = list(batches)
+    if sum(map(num_samples, own)) < 2:
+        raise ConfigurationError("validation: captions of 1 sample cannot be shuffled: give data of 2 or more")
     training_seed, was_training = model.seed, model.network.training
     model.network.eval()
     try:
