@@ -126,8 +126,8 @@ def score(drawings: list[Drawing], images: list[Image.Image]) -> tuple[dict[str,
     queries, references = reduced(images), reduced([one.image for one in drawings])
     own = np.linalg.norm(queries - references[asked], axis=1)
     indexes, distances = nearest(queries, references[trained], 1)
-    others, _ = nearest(queries, references[asked], 1)
-    first = (others[:, 0] == np.arange(len(asked))) & (own <= distances[:, 0])
+    _, of_asked = nearest(queries, references[asked], 1)
+    first = own <= np.minimum(distances, of_asked)[:, 0]
     found = np.array(trained)[indexes[:, 0]]
     pairs = [(drawings[number], drawings[near]) for number, near in zip(asked, found, strict=True)]
 

@@ -22,7 +22,7 @@ from diffusion.config.resumption import is_used
 from diffusion.config.schema import Config, Task
 from diffusion.distributed import local_rank
 from diffusion.ema.posthoc import AVERAGE_SUFFIX
-from diffusion.errors import ConfigurationError, UserError, error_context
+from diffusion.errors import ConfigurationError, DataError, UserError, error_context
 from diffusion.formats.run_folder import CONFIG, STARTS
 from diffusion.models.architectures import build_network
 from diffusion.models.build import build_model, load_weights
@@ -53,7 +53,11 @@ OTHER_PATHS = "(other paths: --pretrained, --vae, --text-encoder)"
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """Weights of a run, with its configuration."""
+    """Weights of a run, with its configuration.
+
+    Raises:
+        DataError: weights are not finite. Images of such a model are black, and have a FID.
+    """
 
     path: Path
     """Checkpoint, or file of averaged weights."""
@@ -68,6 +72,12 @@ class Trained:
 
     identities: Mapping[str, str] = field(default_factory=dict)
     """Identities of the frozen parts in training, as far as they are known."""
+
+    def __post_init__(self) -> None:
+        if wrong := [name for name, value in self.weights.items() if not value.isfinite().all()]:
+            raise DataError(
+                f"{self.path}: {len(wrong)} of its weights, such as {wrong[0]}, are not finite: take an earlier one"
+            )
 
     def check_parts(self, found: Mapping[str, str]) -> None:
         """Raise a ConfigurationError if frozen parts, given by their identities, are not those of the training."""
@@ -117,7 +127,7 @@ def read_trained(path: str | Path, *, weights: str = "raw", paths: FrozenPaths |
 
     Raises:
         ConfigurationError: there is no checkpoint, or it has ingredients that the user has not named.
-        DataError: it is damaged, or holds no average.
+        DataError: it is damaged, holds no average, or its weights are not finite.
     """
     paths, file = paths or FrozenPaths(), Path(path).expanduser()
     is_average = file.suffix == AVERAGE_SUFFIX
@@ -159,7 +169,7 @@ def load_model(path: str | Path, *, weights: str = "raw", paths: FrozenPaths | N
     Raises:
         ConfigurationError: there is no checkpoint, or it does not fit; or VAE or text encoder are not those of its
             training.
-        DataError: it is damaged, or holds no average.
+        DataError: it is damaged, holds no average, or its weights are not finite.
     """
     trained = read_trained(path, weights=weights, paths=paths)
     log.info("loading %s weights of %s", trained.label or "averaged", trained.path)

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from diffusion.datasets.images import EXTENSIONS
 from diffusion.errors import ConfigurationError, DataError
-from diffusion.evaluation.images import SUFFIXES, read_image
+from diffusion.evaluation.images import read_image
 from diffusion.evaluation.prompts import Prompt, read_listing, read_prompts
 
 NOISE, BLANK = -1, -2
@@ -101,7 +102,7 @@ def _images_by_prompt(folder: Path, texts: Sequence[str]) -> dict[str, list[Path
         return found
     if not folder.exists():
         raise DataError(f"{folder}: no such folder")
-    images = [path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and path.stem != "grid"]
+    images = [path for path in folder.iterdir() if path.suffix.lower() in EXTENSIONS and path.stem != "grid"]
     images.sort(key=lambda path: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path.name)])
     per_prompt, rest = divmod(len(images), len(texts))
     if rest or not images:

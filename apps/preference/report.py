@@ -19,6 +19,7 @@ from apps.preference.statistics import (
     bradley_terry,
     krippendorff_alpha,
     share_of_decided,
+    standard_errors,
     wilson,
 )
 from apps.preference.store import QUESTIONS, ScreenKind
@@ -44,12 +45,13 @@ class Report:
 
     strengths: pd.DataFrame
     """Bradley-Terry `strength` of each `model` on each `question`: natural logarithm of the odds against the average
-    model. Empty for two models, where the share says the same."""
+    model. Its interval has the outer ends of that of the likelihood and of the bootstrap. Empty for two models, where
+    the share says the same."""
 
     reliability: pd.DataFrame
     """`value` and number of `cases` of each `measure` and `question`. `agreement` is Krippendorff's alpha (nominal)
-    over pairs with answers of several raters, `consistency` the share of repeats with the first answer, and `first
-    side` the share of votes for the first image among those with a preference."""
+    over pairs with answers of several raters: one model, the other or a tie. `consistency` is the share of repeats with
+    the first answer, and `first side` the share of votes for the first image among those with a preference."""
 
     raters: pd.DataFrame
     """Each `rater`: `votes`, attention `checks` and how many `failed`, `median_seconds`, and whether it `counts`."""
@@ -162,16 +164,21 @@ def strengths(votes: pd.DataFrame, models: Sequence[str], question: str, seed: i
         np.add.at(wins, (prompts, one, other), np.where(preferred == _TIE, 0.5, preferred == one))
     by_prompt = wins.reshape(-1, num * num)
     values = fit(by_prompt.sum(axis=0, keepdims=True))[0]
-    intervals = bootstrap(by_prompt, fit, seed=seed)
+    margins = 1.96 * standard_errors(wins.sum(axis=0), values)
+    lows, highs = bootstrap(by_prompt, fit, seed=seed).T
+    lows, highs = np.minimum(lows, values - margins), np.maximum(highs, values + margins)
     return [
         {"question": question, "model": model, "strength": value, "low": low, "high": high}
-        for model, value, (low, high) in zip(models, values, intervals, strict=True)
+        for model, value, low, high in zip(models, values, lows, highs, strict=True)
     ]
 
 
 def _reliability(votes: pd.DataFrame, question: str) -> list[dict[str, Any]]:
     pairs, repeats = (votes[votes["kind"] == kind.value] for kind in (ScreenKind.pair, ScreenKind.repeat))
-    alpha = krippendorff_alpha(pd.crosstab(pairs["pair"], pairs[question]).to_numpy())
+    # Chance agrees on one of the two models of a pair, not on one of all.
+    is_later = pairs[question] == pairs[["first", "second"]].max(axis=1)
+    answers = is_later.astype(int).where(pairs[question] != _TIE, _TIE)
+    alpha = krippendorff_alpha(pd.crosstab(pairs["pair"], answers).to_numpy())
     num_shared = int((pairs["pair"].value_counts() > 1).sum())
     both = repeats.merge(pairs, on=["rater", "pair"], suffixes=("", "_before"))
     decided = pairs[pairs[question] != _TIE]

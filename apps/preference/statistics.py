@@ -83,3 +83,11 @@ def bradley_terry(wins: Array) -> Array:
     if num_parts > 1:
         return np.full(len(wins), np.nan)
     return choix.ilsr_pairwise_dense(wins, max_iter=10_000)
+
+
+def standard_errors(wins: Array, strengths: Array) -> Array:
+    """Standard errors [M] of the strengths of `bradley_terry`, by the Fisher information of independent votes."""
+    chances = 1 / (1 + np.exp(strengths[None, :] - strengths[:, None]))
+    weights = (wins + wins.T) * chances * chances.T
+    mean = 1 / len(wins)  # The information says nothing about the mean of the strengths, which is 0.
+    return np.sqrt(np.diag(np.linalg.inv(np.diag(weights.sum(axis=1)) - weights + mean) - mean))

@@ -220,6 +220,7 @@ def extract_features(
         float32 [N, D] in the order of the images on the first rank; None on others.
 
     Raises:
+        ConfigurationError: features are not finite.
         DataError: an image cannot be decoded.
     """
     starts = range(0, len(images), config.batch_size)
@@ -232,7 +233,10 @@ def extract_features(
         batch = [images[i] for i in range(start, min(start + config.batch_size, len(images)))]
         pixels = threads.map(resize, batch)
         batch_pixels = torch.from_numpy(np.stack(list(pixels))).to(device)
-        return network.image_features(batch_pixels).float().cpu().numpy()
+        found = network.image_features(batch_pixels).float().cpu().numpy()
+        if not np.isfinite(found).all():
+            raise ConfigurationError(f"protocol.networks: features of {network.name} are not finite: check its weights")
+        return found
 
     with ThreadPoolExecutor(config.num_threads) as threads:
         batches = map_on_ranks(len(starts), features, label)

@@ -266,7 +266,7 @@ def load_generator(model: EvaluatedModel, device: torch.device, paths: FrozenPat
 
     Raises:
         ConfigurationError: weights are missing, or do not fit.
-        WeightsError: the checkpoint is damaged, or lacks the average.
+        WeightsError: the checkpoint is damaged, lacks the average, or its weights are not finite.
     """
     if is_pipeline(model.path):
         return PipelineGenerator(Path(model.path), device)
@@ -302,9 +302,10 @@ class GenerationTask:
         """Everything that the images depend on."""
         height, width = self.size(generator)
         schedule, sampler = generator.noise_scheduler.config, generator.sampler(self.sampling)
-        # Versions before 2026-11-28 took other steps, or do not say: for Heun, and for DDIM with a remainder.
-        remainder = schedule["num_train_timesteps"] % self.sampling.num_inference_steps
-        has_other_steps = sampler is Sampler.heun or (sampler is Sampler.ddim and remainder > 0)
+        # Earlier versions took other steps, or do not say: for Heun, and for DDIM with a remainder or one step.
+        num_steps = self.sampling.num_inference_steps
+        is_even = num_steps > 1 and schedule["num_train_timesteps"] % num_steps == 0
+        has_other_steps = sampler is Sampler.heun or (sampler is Sampler.ddim and not is_even)
         return {
             "model": generator.mark.version,
             "prompts": content_hash([prompt.text for prompt in self.prompts]),
@@ -313,7 +314,7 @@ class GenerationTask:
             "noise_schedule": {key: schedule[key] for key in (*SCHEDULE_KEYS, "shift") if key in schedule},
             "sampler": sampler.value,
             **({"sampler_version": 2} if has_other_steps else {}),
-            "num_inference_steps": self.sampling.num_inference_steps,
+            "num_inference_steps": num_steps,
             "seed": self.sampling.seed,
             "height": height,
             "width": width,

@@ -28,7 +28,10 @@ PROMPT, REWARD_TOKEN = "{text_prompt}", "<|Reward|>"
 """Parts of the instruction."""
 
 NUM_PIXELS = 256 * 28 * 28
-"""Pixels of an image after resizing, rounded to whole patches: 448 x 448 of a square (the authors' configuration)."""
+"""Pixels of an image after resizing, before its sides are rounded to whole patches (the authors' configuration).
+
+Most squares become 448 x 448, others a patch smaller or larger: 768 x 768 becomes 420 x 420.
+"""
 
 
 class RewardModel:

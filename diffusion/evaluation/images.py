@@ -13,7 +13,7 @@ from typing import Any
 
 from PIL import Image, ImageOps
 
-from diffusion.datasets.images import UndecodableImageError, decode_rgb
+from diffusion.datasets.images import EXTENSIONS, UndecodableImageError, decode_rgb
 from diffusion.datasets.streams import StreamLocation, converts_to_srgb, find_marked
 from diffusion.errors import ConfigurationError, DataError, error_context
 from diffusion.evaluation.config import ReferenceConfig
@@ -29,8 +29,6 @@ UNFINISHED = "{} is empty: the images are being generated, or were interrupted. 
 
 GRID = "grid.png"
 """Grid of the images of a folder, which is none of them."""
-
-SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ def list_images(folder: Path) -> list[Path]:
     for path in files:
         if path.name == LISTING and not path.stat().st_size:
             raise DataError(UNFINISHED.format(path))
-    return [path for path in files if path.suffix.lower() in SUFFIXES and path.name != GRID]
+    return [path for path in files if path.suffix.lower() in EXTENSIONS and path.name != GRID]
 
 
 class PreparedSamples:

@@ -7,7 +7,7 @@ zero-shot detector of transformers, or that of a plug-in, which has its own chec
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
@@ -179,12 +179,15 @@ def is_shown(check: Check, found: Sequence[Detection], *, any_object: bool = Fal
             fitting = [one for one in fitting if suffices(wanted.relation in relations(one, to) for to in targets)]
         if len(fitting) < wanted.count:
             return False
-        taken.append(fitting[: wanted.count])
+        taken.append(fitting)
     return all(sum(one.label == limit.label for one in found) < limit.count for limit in check.exclude)
 
 
 def relations(first: Detection, second: Detection) -> set[str]:
-    """Position of the first object relative to the second: one relation, or two on a diagonal (as in GenEval)."""
+    """Position of the first object relative to the second: one relation, or two on a diagonal (as in GenEval).
+
+    Centres and sizes are in one unit, a side of a square image.
+    """
     offset = first.x - second.x, first.y - second.y
     apart = (
         _beyond(offset[0], MIN_DISTANCE * (first.width + second.width)),
@@ -268,12 +271,17 @@ class ObjectChecks(Suite[Check]):
     def record(self) -> NumberProtocol:
         """Checks and detector."""
         return {
-            "estimator": "share of images that show what was asked for"
-            + ("" if self.any_object else ", by the rules of GenEval"),
+            "estimator": "share of images that show what was asked for, "
+            + ("by any of their objects" if self.any_object else "by the rules of GenEval"),
             "suite": content_hash([asdict(check) for check in self.items]),
             "detector": self.detector.identity,
             "threshold": self.config.threshold if self.config.detector else None,
         }
+
+    def judgement_record(self, images: Mapping[str, Any]) -> NumberProtocol:
+        """Earlier versions compared fractions of both sides, which differs where these do."""
+        is_square = images.get("height") == images.get("width")
+        return super().judgement_record(images) | ({} if is_square else {"positions": "in pixels"})
 
     def names(self) -> list[str]:
         """`compositional`, and `compositional/CATEGORY`."""
@@ -284,7 +292,11 @@ class ObjectChecks(Suite[Check]):
         """Return whether an image passes its check."""
         names = self.colours if any(one.colour for check in self.items for one in check.include) else []
         labels = list(dict.fromkeys(one.label for one in (*item.include, *item.exclude)))
-        return is_shown(item, self.detector.find(image, labels, names), any_object=self.any_object)
+        aspect = image.width / image.height  # In units of the height, relations compare lengths.
+        found = [
+            replace(one, x=one.x * aspect, width=one.width * aspect) for one in self.detector.find(image, labels, names)
+        ]
+        return is_shown(item, found, any_object=self.any_object)
 
     def scores(self, item: Check, judgement: bool) -> Iterable[tuple[str, float]]:
         """The check by its category."""

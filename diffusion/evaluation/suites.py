@@ -52,6 +52,10 @@ class Suite(ABC, Generic[AnyItem]):
     def record(self) -> NumberProtocol:
         """Everything that the numbers depend on besides the images."""
 
+    def judgement_record(self, images: Mapping[str, Any]) -> NumberProtocol:
+        """Everything that the judgements of images with a record depend on besides the images."""
+        return {"version": VERSION, **self.record()}
+
     @abstractmethod
     def names(self) -> list[str]:
         """Names of the numbers."""
@@ -74,7 +78,7 @@ class Suite(ABC, Generic[AnyItem]):
 
     def protocols(self, images: Mapping[str, Any]) -> dict[str, NumberProtocol]:
         """Protocol of each number, with the record of the images."""
-        protocol = {"version": VERSION, **self.record(), "images": dict(images)}
+        protocol = {**self.judgement_record(images), "images": dict(images)}
         return {name: dict(protocol) for name in self.names()}
 
     def evaluate(self, files: Sequence[Path], images: Mapping[str, Any], judgements: Path) -> dict[str, Number]:
@@ -88,7 +92,7 @@ class Suite(ABC, Generic[AnyItem]):
         Returns:
             The numbers by name on the first rank; an empty dictionary on others.
         """
-        folder = judgements / protocol_hash({"version": VERSION, **self.record()})
+        folder = judgements / protocol_hash(self.judgement_record(images))
         of_images = [item for item in self.items for _ in range(self.images_per_prompt)]
 
         def judge(number: int) -> Any:

@@ -14,7 +14,7 @@ from diffusion.datasets.batch import BatchKey, num_samples
 from diffusion.datasets.loader import ValidationDataset, validation_dataset, validation_loader
 from diffusion.distributed import agree, is_first_rank, rank, world_size
 from diffusion.errors import ConfigurationError
-from diffusion.evaluation.generate import CheckpointGenerator, EvaluatedModel, Generator, WeightsError
+from diffusion.evaluation.generate import CheckpointGenerator, EvaluatedModel, Generator
 from diffusion.evaluation.protocol import VALIDATION_LOSS, VERSION, Number
 from diffusion.loading import load_config_of
 from diffusion.models.latent_diffusion import Batch, LatentDiffusion, squared_error
@@ -36,7 +36,6 @@ def validation_losses(evaluated: EvaluatedModel, generator: Generator) -> dict[s
     Raises:
         ConfigurationError: the model is no checkpoint of a run with validation data.
         DataError: the data is missing or damaged.
-        WeightsError: a loss is not finite.
     """
     if not isinstance(generator, CheckpointGenerator):
         raise ConfigurationError(
@@ -55,8 +54,6 @@ def validation_losses(evaluated: EvaluatedModel, generator: Generator) -> dict[s
         for batch in tqdm(loader, desc="validation loss", disable=not is_first_rank(), leave=False):
             outputs = model.eval_forward({key: value.to(generator.device) for key, value in batch.items()})
             error = squared_error(outputs).cpu()
-            if not error.isfinite().all():
-                raise WeightsError(f"{evaluated.path}: a validation loss is not finite; its weights are of no use")
             for metric in metrics.values():
                 metric.update(error, batch, outputs.draws.timesteps.cpu())
 
@@ -111,8 +108,13 @@ def measure_caption_use(
 
     Returns:
         Losses with `true` captions, and with the `shuffled` ones of other samples, one of each per seed.
+
+    Raises:
+        ConfigurationError: there is one sample only.
     """
     own = list(batches)
+    if sum(map(num_samples, own)) < 2:
+        raise ConfigurationError("validation: captions of 1 sample cannot be shuffled: give data of 2 or more")
     training_seed, was_training = model.seed, model.network.training
     model.network.eval()
     try:

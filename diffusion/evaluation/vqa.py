@@ -75,9 +75,10 @@ class VisionLanguageModel:
         return torch.stack([tokens_QV[:, self._tokens(answer)].sum(dim=1) for answer in answers], dim=1).tolist()
 
     def _tokens(self, answer: str) -> list[int]:
-        """First tokens of the forms of an answer, without a lone space."""
+        """First tokens of the forms of an answer, without a lone space; of digits only if they are one token."""
         tokenizer = self._processor.tokenizer
-        first = {tokenizer.encode(form, add_special_tokens=False)[0] for form in forms(answer)}
+        ids = {form: tokenizer.encode(form, add_special_tokens=False) for form in forms(answer)}
+        first = {tokens[0] for form, tokens in ids.items() if len(tokens) == 1 or not form.strip().isdigit()}
         return sorted(token for token in first if tokenizer.decode([token]).strip())
 
 

@@ -10,7 +10,7 @@ from diffusion.datasets.batch import BatchKey
 
 
 class ValidationMean(Metric):
-    """Mean of a value per validation sample over all ranks, without the copies that fill up batches.
+    """Mean of a value per validation sample over all ranks, in float64, without the copies that fill up batches.
 
     A value that is not finite makes the mean so, too; MeanMetric would drop it, or ignore the weights (`nan_strategy`).
 
@@ -26,7 +26,7 @@ class ValidationMean(Metric):
         super().__init__()
         self.stream, self.timesteps = stream, timesteps
         for state in ("total", "weight"):
-            self.add_state(state, torch.tensor(0.0), dist_reduce_fx="sum")
+            self.add_state(state, torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, values: Tensor, batch: Mapping[str, Tensor], timesteps: Tensor | None = None) -> None:
         """Add the values [B] of a batch; `timesteps` [B] are needed to select by timestep."""
@@ -38,7 +38,7 @@ class ValidationMean(Metric):
         if self.timesteps is not None:
             assert timesteps is not None
             weight = weight * ((timesteps >= self.timesteps.start) & (timesteps < self.timesteps.stop))
-        self.total += torch.where(weight > 0, values * weight, 0.0).sum()
+        self.total += torch.where(weight > 0, values * weight, 0.0).sum(dtype=torch.float64)
         self.weight += weight.sum()
 
     def compute(self) -> Tensor:

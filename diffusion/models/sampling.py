@@ -35,7 +35,10 @@ NoiseScheduler = DDPMScheduler | FlowMatchEulerDiscreteScheduler
 
 
 class DDIM(DDIMScheduler):
-    """DDIM whose n timesteps are spread over the whole schedule, also where n does not divide its length T."""
+    """DDIM whose n timesteps are spread over the whole schedule, also where n does not divide its length T.
+
+    A single step begins at the last timestep.
+    """
 
     def set_timesteps(self, num_inference_steps: int, device: Any = None) -> None:
         """Space the timesteps by T / n; diffusers rounds this down, or takes one more step."""
@@ -46,6 +49,8 @@ class DDIM(DDIMScheduler):
         else:
             timesteps = indices[::-1] * length // num_inference_steps + self.config["steps_offset"]
             timesteps -= max(0, timesteps[0] - (length - 1))  # With an offset, T steps would exceed the schedule.
+        if num_inference_steps == 1:  # The leading one is the first timestep, whose images have little noise.
+            timesteps = np.array([length - 1])
         self.timesteps = torch.from_numpy(timesteps.astype(np.int64)).to(device)
         self._following = dict(zip(timesteps[:-1].tolist(), timesteps[1:].tolist(), strict=True))
 

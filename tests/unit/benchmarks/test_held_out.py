@@ -17,6 +17,9 @@ def test_scores_tell_the_held_out_drawings_from_those_of_training() -> None:
     learned, nearest = score(DRAWINGS, [one.image for one in HELD_OUT])
     assert learned["nearest of all drawings is the held-out one, %"] == 100.0
     assert not any(DRAWINGS[number].is_held_out for number in nearest)
+    twins = [*DRAWINGS, DRAWINGS[0]._replace(concept="twin")]
+    learned, _ = score(twins, [one.image for one in twins if one.is_held_out])
+    assert learned["nearest of all drawings is the held-out one, %"] == 100.0
     same_concept = [drawing(i, (i + 1) % 4, is_held_out=False).image for i in range(4)]
     remembered, _ = score(DRAWINGS, same_concept)
     assert list(remembered.values()) == [4, 0.0, 0.0, 100.0]

@@ -56,6 +56,14 @@ def test_features_are_in_the_order_of_the_images_for_any_batch_size():
     np.testing.assert_allclose(extract(300, 5, 7), features, rtol=1e-5)
 
 
+def test_features_that_are_not_finite_name_their_network():
+    network = RandomProjection(5)
+    network.matrix[0, 0] = torch.nan
+    config = EvaluationConfig(output_folder="", num_threads=1)
+    with pytest.raises(ConfigurationError, match=r"projection.*not finite"):
+        extract_features(network, made_up_images(3), config, torch.device("cpu"), "test")
+
+
 def metrics_of(folder: Path, size: int, *metrics: Metric, cache: Path | None = None) -> Metrics:
     """Distances to images of a folder by random features of a size, by default with the folder's cache."""
     if not folder.is_dir():

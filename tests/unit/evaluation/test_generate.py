@@ -270,6 +270,7 @@ def test_initial_noise_is_drawn_on_the_cpu_for_any_device(monkeypatch):
     [
         ("zero-terminal", Sampler.ddim, 50, False),
         ("zero-terminal", Sampler.ddim, 30, True),
+        ("not-zero-terminal", Sampler.ddim, 1, True),
         ("flow", Sampler.euler, 30, False),
         ("flow", Sampler.heun, 50, True),
     ],

@@ -20,6 +20,7 @@ from diffusion.errors import ConfigurationError
 from diffusion.evaluation.config import CompositionalConfig
 from diffusion.evaluation.object_checks import (
     MAX_OVERLAP,
+    RELATIONS,
     Check,
     Detection,
     ObjectChecks,
@@ -196,11 +197,51 @@ def test_counts_are_least_counts():
             [Wanted(label="dog", count=2), Wanted(label="cat", relation="left of", target=0)],
             [box("cat", None, 0.5, 0.5), box("dog", None, 0.9, 0.5), box("dog", None, 0.1, 0.5)],
         ),
+        (
+            [Wanted(label="dog"), Wanted(label="cat", relation="left of", target=0)],
+            [box("dog", None, 0.1, 0.5), box("cat", None, 0.5, 0.5), box("dog", None, 0.9, 0.5)],
+        ),
     ],
 )
 def test_the_most_confident_objects_must_have_the_colour_and_each_pair_the_relation(wanted, found):
     check = Check(prompt="", category="", include=tuple(wanted))
     assert [is_shown(check, found, any_object=any_object) for any_object in (False, True)] == [False, True]
+
+
+@dataclasses.dataclass
+class Fixed:
+    """Detects the same in every image."""
+
+    found: list[Detection]
+    identity: str = "fixed"
+
+    def find(self, *_: Any) -> list[Detection]:
+        return self.found
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"), [((64, 64), ["left of", "above"]), ((128, 64), ["left of"]), ((64, 128), ["above"])]
+)
+def test_positions_are_compared_in_pixels(size, shown):
+    target = Wanted(label="cat")
+    checks = [
+        Check(prompt="", category="", include=(target, Wanted(label="dog", relation=relation, target=0)))
+        for relation in RELATIONS
+    ]
+    found = [box("dog", None, 0.3, 0.35, 0.25), box("cat", None, 0.7, 0.65, 0.25)]
+    suite = ObjectChecks(
+        items=checks,
+        images_per_prompt=1,
+        config=CompositionalConfig(suite=""),
+        detector=Fixed(found),
+        colours=(),
+        any_object=False,
+    )
+    judged = [check.include[1].relation for check in checks if suite.judge(check, Image.new("RGB", size))]
+    assert judged == shown
+    of_size, square = ({"width": width, "height": height} for width, height in (size, (64, 64)))
+    protocols = [suite.protocols(images)["compositional"] | {"images": {}} for images in (of_size, square)]
+    assert (protocols[0] == protocols[1]) == (size == (64, 64)), "of other rules in earlier versions"
 
 
 def several(num, colour, shape, background="gray"):

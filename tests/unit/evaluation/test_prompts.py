@@ -79,6 +79,18 @@ def test_a_line_without_texts_is_named(tmp_path, line):
         read_listing(folder)
 
 
+def test_images_of_all_formats_are_read(tmp_path):
+    names = [f"{i:05d}.{end}" for i, end in enumerate(("gif", "TIF", "tiff", "jp2", "jpeg", "ppm"))]
+    folder = folder_of_images(tmp_path / "a", 0)
+    for i, name in enumerate(names):
+        Image.new("RGB", (4 + i, 4)).save(folder / name)
+    images, _ = open_reference(ReferenceConfig(path=str(folder)))
+    assert sorted(images[i].width for i in range(len(images))) == [*range(4, 10)]
+    (tmp_path / "prompts.txt").write_text("0\n1\n2\n3\n4\n5\n")
+    items = collect({"a": folder, "b": folder}, tmp_path / "prompts.txt").items
+    assert [item.images[0].name for item in items] == names
+
+
 def test_generated_images_are_a_reference_when_all_are_there_and_without_their_grid(tmp_path):
     folder = folder_of_images(tmp_path / "a", 3)
     Image.new("RGB", (9, 9)).save(folder / "grid.png")

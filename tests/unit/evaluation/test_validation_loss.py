@@ -7,6 +7,7 @@ from diffusion.composer_models import LatentDiffusionTraining
 from diffusion.config.model import Architecture, ModelConfig, ObjectiveConfig, PredictionType
 from diffusion.datasets.batch import BatchKey
 from diffusion.datasets.sample_order import sample_address
+from diffusion.errors import ConfigurationError
 from diffusion.evaluation.validation_loss import measure_caption_use, with_shifted_captions
 from diffusion.models.build import build_parts
 from diffusion.models.latent_diffusion import timestep_bins
@@ -81,6 +82,11 @@ def test_validation_data_may_have_several_sizes(trained):
     assert use["true"][0] == pytest.approx((40 * alone[0] + 24 * alone[1]) / 64, rel=1e-6)
 
 
+def test_captions_of_one_sample_cannot_be_shuffled(trained):
+    with pytest.raises(ConfigurationError, match="2 or more"):
+        measure_caption_use(trained, [data(1)], seeds=[0])
+
+
 def test_captions_that_are_stored_as_embeddings_are_exchanged_too():
     parts = [
         {BatchKey.SAMPLE: numbers, BatchKey.TEXT_EMBEDDING: numbers[:, None, None].half().expand(-1, 24, 8)}
@@ -148,3 +154,10 @@ def test_a_loss_that_is_not_finite_makes_the_mean_so():
     assert mean.compute() == 1
     mean.update(torch.tensor([torch.nan]), {})
     assert mean.compute().isnan()
+
+
+def test_means_of_many_values_are_exact():
+    mean = ValidationMean()
+    for value in (2.0**24, 1.0):
+        mean.update(torch.tensor([value]), {})
+    assert mean.compute().item() == (2**24 + 1) / 2

@@ -22,6 +22,7 @@ from diffusion.config.schema import Config, Task
 from diffusion.config.training import Device
 from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError, DataError
+from diffusion.evaluation.generate import EvaluatedModel, WeightsError, load_generator
 from diffusion.evaluation.protocol import Number, Result
 from diffusion.export import export
 from diffusion.loading import check_objective, load_config_of, load_model, used_weights
@@ -230,6 +231,18 @@ def test_nothing_that_a_checkpoint_names_is_run_or_read_unless_the_user_names_it
     for name, value in build_training_model(here, Device.cpu).state_dict().items():
         assert torch.equal(value, weights[name])
     assert not proof.exists()
+
+
+def test_weights_that_are_not_finite_give_no_images_and_no_export(tmp_path):
+    config, model = build()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    weights["unet.conv_in.bias"][0] = torch.nan
+    for number, path in enumerate(stored(tmp_path, config, weights)):
+        evaluated = EvaluatedModel(name="", path=str(path), step=None, weights="")
+        with pytest.raises(WeightsError, match=r"unet\.conv_in\.bias.*not finite"):
+            load_generator(evaluated, torch.device("cpu"))
+        with pytest.raises(DataError, match="not finite"):
+            export(str(path), tmp_path / f"out-{number}")
 
 
 def test_ones_that_the_user_names_are_built_from_a_checkpoint(tmp_path):

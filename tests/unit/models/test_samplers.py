@@ -50,7 +50,8 @@ def test_ddim_takes_each_number_of_steps_over_the_whole_schedule(name):
         gaps = timesteps[:-1] - timesteps[1:]
         assert (gaps >= 1).all(), num_steps
         assert (gaps - interval).abs().max() < 1 if num_steps > 1 else True, num_steps
-        first = NUM_TIMESTEPS - 1 if name == "trailing" else min(NUM_TIMESTEPS - 1, int(NUM_TIMESTEPS - interval) + 1)
+        starts_at_noise = name == "trailing" or num_steps == 1
+        first = NUM_TIMESTEPS - 1 if starts_at_noise else min(NUM_TIMESTEPS - 1, int(NUM_TIMESTEPS - interval) + 1)
         assert timesteps[0] == first, num_steps
         assert 0 <= timesteps[-1] <= interval, num_steps
 

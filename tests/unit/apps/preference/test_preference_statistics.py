@@ -1,10 +1,13 @@
 import math
+from itertools import combinations
 
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.stats
 
 from apps.preference import statistics
+from apps.preference.report import strengths
 from apps.preference.statistics import (
     bootstrap,
     bradley_terry,
@@ -121,6 +124,20 @@ def test_intervals_hold_the_true_preference_as_often_as_they_say(monkeypatch):
         held["bootstrap"] += contains(interval, 0.6)
     assert 0.91 <= held["wilson"] / 200 <= 0.98, held
     assert 0.91 <= held["bootstrap"] / 200 <= 0.98, held
+
+
+def test_intervals_of_strengths_hold_the_true_ones_with_two_prompts(monkeypatch):
+    monkeypatch.setattr(statistics, "NUM_RESAMPLES", 20)
+    generator = np.random.default_rng(17)
+    truth, pairs = np.array([0.6, 0.0, -0.6]), [*combinations(range(3), 2)] * 20
+    first, second = np.array(pairs).T
+    table = pd.DataFrame({"prompt": np.arange(len(pairs)) // 30, "first": first, "second": second})
+    held = []
+    for repetition in range(100):
+        wins = generator.random(len(pairs)) < 1 / (1 + np.exp(truth[second] - truth[first]))
+        rows = strengths(table.assign(quality=np.where(wins, first, second)), ["l", "m", "n"], "quality", repetition)
+        held += [row["low"] <= value <= row["high"] for row, value in zip(rows, truth, strict=True)]
+    assert 0.91 <= np.mean(held) <= 0.99
 
 
 def test_the_bootstrap_holds_where_prompts_differ_and_wilson_does_not(monkeypatch):

@@ -5,10 +5,12 @@ import shutil
 import sqlite3
 import sys
 from collections import Counter
+from itertools import combinations
 
 import pandas as pd
 import pytest
 
+from apps.preference import statistics
 from apps.preference.images import collect
 from apps.preference.report import make_report, rates_figure, to_csv, write_report
 from apps.preference.store import ScreenKind, Store, schedule
@@ -162,6 +164,19 @@ def test_two_hundred_raters_through_the_store_give_their_preference(tmp_path):
     assert abs(reliability.at[("agreement", "quality"), "value"]) < 0.1
     assert reliability.at[("consistency", "quality"), "cases"] == 200
     assert reliability.at[("consistency", "quality"), "value"] == pytest.approx(0.52, abs=0.08)
+
+
+def test_guesses_agree_by_chance_and_equal_answers_fully_with_any_number_of_models(monkeypatch):
+    monkeypatch.setattr(statistics, "NUM_RESAMPLES", 10)
+    draw = random.Random(0)
+    guessed, same = [], []
+    for pair, models in enumerate([*combinations(range(4), 2)] * 50):
+        for rater, shown in (("a", models), ("b", models[::-1])):
+            guessed.append(vote(rater, pair, draw.choice(models), models=shown))
+            same.append(vote(rater, pair, models[pair % 2], models=shown))
+    for votes, agreement in ((guessed, 0), (same, 1)):
+        reliability = make_report(pd.DataFrame(votes), list("klmn")).reliability.set_index(["measure", "question"])
+        assert reliability.at[("agreement", "quality"), "value"] == pytest.approx(agreement, abs=0.1)
 
 
 def test_inattentive_raters_are_excluded_unless_kept():
