@@ -87,13 +87,13 @@ def test_under_the_launcher_all_ranks_are_told_and_the_code_passes(server, tmp_p
 
 WORKING = """
 import atexit, multiprocessing.util, time
-from torch.utils.data import DataLoader
+from diffusion.datasets.loader import BatchLoader
 from diffusion.callbacks.preemption import end_workers
 atexit._clear()  # This process is forked; the interpreter of another one would do at its end:
 atexit.register(multiprocessing.util._exit_function)
 atexit.register(time.sleep, 1.0)  # As others have things to do at the end, after that.
 atexit.register(end_workers)
-batches = iter(DataLoader(range(8), num_workers=2))
+batches = iter(BatchLoader(range(8), num_workers=2))
 next(batches)
 print("done")
 atexit._run_exitfuncs()
