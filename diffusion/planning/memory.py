@@ -28,11 +28,12 @@ from diffusion.models.architectures import (
     build_network,
     build_vae,
     count_parameters,
+    encoder_width,
     text_shape,
     vae_factor,
 )
 from diffusion.models.autoencoder import PatchDiscriminator, build_perceptual
-from diffusion.models.conditioning import Conditioning, text_width
+from diffusion.models.conditioning import Conditioning
 from diffusion.models.fast.compilation import find_units
 from diffusion.models.ingredients import Call, Caller, Ingredient, adapt, find_ingredients
 from diffusion.models.networks import Network, text_width_of
@@ -266,9 +267,9 @@ def meta_forward(
     settings: Any = network.config
     num_tokens, width = text_shape(config)[0], text_width_of(network)
     shape = [1, settings["in_channels"], *(side // vae_factor(config) for side in size)]
+    if config.adapted_text_width is not None:
+        width = encoder_width(config)
     with torch.device("meta"):
-        if config.adapted_text_width is not None:
-            width = text_width(build_frozen_text_encoder(config))
         latents, address = torch.empty(shape, dtype=dtype), torch.empty(1, dtype=torch.int64)
         batch: dict[str, Tensor] = {
             **dict.fromkeys((BatchKey.STEP, BatchKey.SAMPLE, BatchKey.SLOT, BatchKey.STREAM), address),

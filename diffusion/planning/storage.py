@@ -10,7 +10,7 @@ from diffusion.config.model import Posterior
 from diffusion.config.schema import Config
 from diffusion.config.training import NumberFormat
 from diffusion.datasets.sample_order import order_settings
-from diffusion.models.architectures import latent_channels, text_shape, vae_factor
+from diffusion.models.architectures import encoder_width, latent_channels, num_text_tokens, vae_factor
 from diffusion.planning.memory import (
     FORMAT_BYTES,
     WEIGHT_BYTES,
@@ -89,7 +89,7 @@ def stored_bytes(config: Config, size: ImageSize) -> int | None:
     """Bytes of a stored sample with one caption; None for images without `plan.image_kb`."""
     if config.data.representation is Representation.images:
         return round(config.plan.image_kb * 1000) if config.plan.image_kb is not None else None
-    return _encoded_bytes(config, size) + 4 * (text_shape(config.model)[0] + PLACEMENT_NUMBERS)
+    return _encoded_bytes(config, size) + 4 * (num_text_tokens(config.model) + PLACEMENT_NUMBERS)
 
 
 def waiting_bytes(config: Config, rank_batch_size: int) -> int:
@@ -98,7 +98,7 @@ def waiting_bytes(config: Config, rank_batch_size: int) -> int:
     is_image = data.representation is Representation.images
     content = 3 * size.height * size.width if is_image else _encoded_bytes(config, size)
     # Token ids, placement, address and stream are int64 in a batch.
-    sample = content + 8 * (text_shape(config.model)[0] + PLACEMENT_NUMBERS + 2)
+    sample = content + 8 * (num_text_tokens(config.model) + PLACEMENT_NUMBERS + 2)
     num_samples = rank_batch_size + (validation.device_batch_size if validation is not None else 0)
     return data.num_workers * data.prefetch_factor * num_samples * sample
 
@@ -108,7 +108,7 @@ def _encoded_bytes(config: Config, size: ImageSize) -> int:
     moments = 2 if config.objective.posterior is Posterior.sample else 1
     numbers = moments * (size.height * size.width // vae_factor(config.model) ** 2) * latent_channels(config.model)
     if config.data.text_embeddings:
-        numbers += math.prod(text_shape(config.model))
+        numbers += num_text_tokens(config.model) * encoder_width(config.model)
     return numbers * FORMAT_BYTES[NumberFormat.fp16]
 
 

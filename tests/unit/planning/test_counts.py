@@ -24,6 +24,7 @@ from diffusion.planning.memory import (
 )
 from diffusion.planning.plan import plan_run, training_flops
 from diffusion.train import build_optimizer, build_training_model
+from tests.tools.language_models import WIDTHS, write_language_model
 from tests.tools.toys import write_vgg
 
 LORA = ["model.lora={rank: 3, targets: [to_q, conv1]}", "init_from.checkpoint=somewhere"]
@@ -107,6 +108,14 @@ def test_a_text_adapter_is_trained_and_under_lora_it_is_fixed():
     grown = [activation_bytes(toy(*given), SIZE) for given in ([], adapter)]
     assert grown[0] is not None and grown[1] is not None
     assert 0 < grown[1] - grown[0] < grown[0]
+
+
+def test_text_that_is_stored_has_the_width_of_the_language_model(tmp_path):
+    folder = write_language_model(tmp_path, "t5")
+    text = [f"model.text_encoder={{path: {folder}, max_tokens: 96}}", "model.text_adapter={layers: 1, width: 64}"]
+    tiers = [plan_run(toy(*text, f"data.text_embeddings={stored}")).tiers for stored in ("false", "true")]
+    sizes = [one.sample_bytes or 0 for one in tiers]
+    assert sizes[1] - sizes[0] == 2 * 96 * WIDTHS["t5"] != 2 * 96 * 64
 
 
 @pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
