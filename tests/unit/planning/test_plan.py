@@ -234,15 +234,15 @@ def test_epochs_where_the_index_files_can_be_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "num_steps", "dropped"),
+    ("options", "num_steps", "dropped", "share"),
     [
-        ({}, (1274 + 268) // 32, [5, 1]),
-        ({"mixing": Mixing.bucket}, 39 + 8, [26, 12]),
-        ({"mixing": Mixing.groups, "group_size": 8}, 48, [2, 4]),
+        ({}, (1274 + 268) // 32, [5, 1], 1274 / 1542),
+        ({"mixing": Mixing.bucket}, 39 + 8, [26, 12], 39 / 47),
+        ({"mixing": Mixing.groups, "group_size": 8}, 48, [2, 4], 159 / 192),
     ],
     ids=["mixed", "bucket", "groups"],
 )
-def test_what_an_epoch_drops_of_each_stream(tmp_path, options, num_steps, dropped):
+def test_what_an_epoch_drops_of_each_stream(tmp_path, options, num_steps, dropped, share):
     write_index(tmp_path / "a", 1000, 274)
     write_index(tmp_path / "b", 268)
     streams = [StreamConfig(name="a"), StreamConfig(name="b")]
@@ -252,6 +252,11 @@ def test_what_an_epoch_drops_of_each_stream(tmp_path, options, num_steps, droppe
     assert plan.epoch.num_steps == num_steps
     assert [(stream.draws, stream.dropped) for stream in plan.epoch.streams] == list(
         zip([1274, 268], dropped, strict=True)
+    )
+    shares, images = [share, 1 - share], plan.num_images
+    assert [stream.share for stream in plan.epoch.streams] == pytest.approx(shares)
+    assert [stream.epochs for stream in plan.epoch.streams] == pytest.approx(
+        [one * images / num for one, num in zip(shares, [1274, 268], strict=True)]
     )
     assert f"an epoch drops {dropped[0]} of 1,274" in format_plan(plan)
 
