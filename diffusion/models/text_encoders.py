@@ -63,8 +63,8 @@ def read_language_model(folder: str) -> tuple[type[Any], Any]:
     """
     if folder == MISSING:  # In a dry run.
         raise ConfigurationError(
-            f"model.text_encoder.path is {folder}: the width of its captions and its memory are read from the folder of "
-            "a language model. Set it to a folder with config.json"
+            f"model.text_encoder.path is {folder}: the width of captions and its memory are read from the folder of a "
+            "language model. Set it to a folder with config.json"
         )
     remedy = (
         "Give the folder of a language model that transformers knows: config.json, model.safetensors, tokenizer.json"

@@ -15,11 +15,12 @@ from diffusion.config.data import ImageSize
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.config.schema import Config, Task
 from diffusion.errors import ConfigurationError
-from diffusion.planning.amounts import DAYS_PER_MONTH, SECONDS_PER_DAY, sum_known
+from diffusion.planning.amounts import DAYS_PER_MONTH, SECONDS_PER_DAY, plan_epoch, sum_known
 from diffusion.planning.plan import (
     UNKNOWN,
     Plan,
     largest_microbatch,
+    mean_training_flops,
     number_text,
     plan_run,
     size_text,
@@ -204,7 +205,7 @@ def _cost(price_per_tb: float, *num_bytes: float | None) -> float | None:
 
 
 def rate_for(fleet: Fleet, config: Config) -> float:
-    """Images per second of a fleet in a run: as given for its resolution, else by floating-point operations.
+    """Images per second of a fleet in a run, by floating-point operations from those at the nearest resolution.
 
     At most those of steps that the host queues one after the other.
 
@@ -216,19 +217,16 @@ def rate_for(fleet: Fleet, config: Config) -> float:
             f"run {config.run_name} trains a VAE, but the rates of a fleet are of U-Nets: measure its images per "
             "second, and plan it with run.py --dry-run plan.images_per_second=..."
         )
-    side, model = config.data.resolution, config.model
+    side = config.data.resolution
     nearest = min(fleet.images_per_second, key=lambda one: abs(one - side))
-    rate = fleet.images_per_second[nearest]
-    if nearest != side or model.architecture is not fleet.architecture or model.network or model.has_ingredients:
-        measured = Config(model=ModelConfig(architecture=fleet.architecture))
-        known = training_flops(measured, ImageSize(nearest, nearest))
-        own = training_flops(config, ImageSize(side, side))
-        if known is None or own is None:
-            raise ConfigurationError(
-                f"fleet {fleet.name} has no images_per_second at {side} px, and model.network has blocks whose "
-                "operations are not known: measure it with `python -m benchmarks step`"
-            )
-        rate *= known / own
+    known = training_flops(Config(model=ModelConfig(architecture=fleet.architecture)), ImageSize(nearest, nearest))
+    own = mean_training_flops(config, plan_epoch(config, 0).streams if len(config.data.known_sizes) > 1 else [])
+    if known is None or own is None:
+        raise ConfigurationError(
+            f"fleet {fleet.name} has no images_per_second of this network at {side} px, and model.network has blocks "
+            "whose operations are not known: measure it with `python -m benchmarks step`"
+        )
+    rate = fleet.images_per_second[nearest] * (known / own)
     return min(rate, config.data.global_batch_size / fleet.host_seconds) if fleet.host_seconds else rate
 
 

@@ -6,7 +6,7 @@ Parameters and activations are counted on networks of the meta device, once for 
 import functools
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import yaml
 from diffusers.models.transformers.transformer_prx import PRXAttention, apply_rope
 from torch import Tensor, nn
 
-from diffusion.config.data import ImageSize, microbatch_size
+from diffusion.config.data import ImageSize, image_sizes, microbatch_size
 from diffusion.config.loading import from_dict, to_yaml
 from diffusion.config.model import Compilation, ModelConfig
 from diffusion.config.schema import Config, Task
@@ -38,6 +38,7 @@ from diffusion.models.fast.compilation import find_units
 from diffusion.models.ingredients import Call, Caller, Ingredient, adapt, find_ingredients
 from diffusion.models.networks import Network, text_width_of
 from diffusion.optimizers import hidden_matrices
+from diffusion.planning.amounts import sum_known
 
 log = logging.getLogger(__name__)
 
@@ -211,6 +212,20 @@ def _reduction_bytes(config: Config, num_trained: int, *, has_several_microbatch
 def largest_size(config: Config) -> ImageSize:
     """Largest area of the images of all streams."""
     return max(config.data.known_sizes, key=lambda size: size.height * size.width)
+
+
+def mean_over_streams(
+    config: Config, weights: Sequence[float | None], number_of: Callable[[ImageSize], float | None]
+) -> float | None:
+    """Weighted mean of a number of the streams' image sizes; where a weight is unknown, that of the largest size."""
+    known = [weight for weight in weights if weight is not None]
+    if len(config.data.known_sizes) == 1 or len(known) < len(weights) or not sum(known):
+        return number_of(largest_size(config))
+    numbers = map(number_of, image_sizes(config.data.known_streams, config.data.resolution))
+    total = sum_known(
+        None if number is None else weight * number for weight, number in zip(known, numbers, strict=True)
+    )
+    return None if total is None else total / sum(known)
 
 
 # Networks

@@ -1,6 +1,8 @@
 """Data and checkpoints of a run: bytes in the store, on the disk of a node and in its memory."""
 
+import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diffusion.checkpointing.layout import kept_steps
@@ -11,12 +13,14 @@ from diffusion.config.schema import Config
 from diffusion.config.training import NumberFormat
 from diffusion.datasets.sample_order import order_settings
 from diffusion.models.architectures import encoder_width, latent_channels, num_text_tokens, vae_factor
+from diffusion.planning.amounts import StreamPlan
 from diffusion.planning.memory import (
     FORMAT_BYTES,
     WEIGHT_BYTES,
     ParameterCounts,
     average_bytes,
     largest_size,
+    mean_over_streams,
     moment_bytes,
 )
 
@@ -29,7 +33,7 @@ class TierPlan:
 
     num_nodes: int
     sample_bytes: int | None
-    """One stored sample, without its key."""
+    """Mean stored sample, without its key."""
 
     data_bytes: float | None
     """All samples."""
@@ -50,7 +54,9 @@ class TierPlan:
     """Batches of loader workers in the shared memory of one node."""
 
 
-def plan_tiers(config: Config, *, num_ranks: int, num_images: int, num_samples: int | None) -> TierPlan:
+def plan_tiers(
+    config: Config, streams: Sequence[StreamPlan], *, num_ranks: int, num_images: int, num_samples: int | None
+) -> TierPlan:
     """Compute the bytes in each tier. With a remote for some streams only, all count as fetched.
 
     Locations of the configuration may be missing (`???`).
@@ -58,7 +64,10 @@ def plan_tiers(config: Config, *, num_ranks: int, num_images: int, num_samples: 
     data = config.data
     num_nodes = math.ceil(num_ranks / config.plan.gpus_per_node)
     ranks_per_node = min(num_ranks, config.plan.gpus_per_node)
-    sample = stored_bytes(config, largest_size(config))
+    counts = [stream.num_samples for stream in streams]
+    weights = [stream.share for stream in streams] if None in counts else counts
+    mean = mean_over_streams(config, weights, functools.partial(stored_bytes, config))
+    sample = None if mean is None else round(mean)
     total = node = kept = again = fetched = None
     if sample is not None and num_samples is not None:
         total = node = kept = float(num_samples * sample)

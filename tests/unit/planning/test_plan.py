@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from diffusion.config.data import DataConfig, Mixing, Representation, StreamConfig, ValidationConfig
+from diffusion.config.data import DataConfig, ImageSize, Mixing, Representation, StreamConfig, ValidationConfig
 from diffusion.config.model import Posterior
 from diffusion.config.operations import PlanConfig
 from diffusion.config.schema import Config
@@ -18,8 +18,9 @@ from diffusion.config.training import (
 )
 from diffusion.formats.shards import ShardFormat
 from diffusion.planning.amounts import absent_streams
+from diffusion.planning.fleets import Fleet, rate_for
 from diffusion.planning.memory import ParameterCounts
-from diffusion.planning.plan import Plan, format_plan, plan_run
+from diffusion.planning.plan import Plan, format_plan, plan_run, training_flops
 
 NUM_PARAMETERS = 865_910_724
 
@@ -259,6 +260,31 @@ def test_what_an_epoch_drops_of_each_stream(tmp_path, options, num_steps, droppe
         [one * images / num for one, num in zip(shares, [1274, 268], strict=True)]
     )
     assert f"an epoch drops {dropped[0]} of 1,274" in format_plan(plan)
+
+
+def test_streams_of_several_sizes_count_by_their_shares(tmp_path):
+    streams = [StreamConfig(name=f"{side}x{side}", proportion=share) for side, share in ((256, 0.9), (512, 0.1))]
+    config = recipe(local="???", streams=streams, representation=Representation.latents, mixing=Mixing.bucket)
+    config.plan.num_samples = 1_000_000
+    small, large = (training_flops(config, ImageSize(side, side)) or 0 for side in (256, 512))
+    fleet = Fleet(name="one", num_gpus=1, images_per_second={256: 100.0})
+
+    def check(share: float, stored: float) -> None:
+        """Compare with shares of the larger size in the run's images and in the stored ones."""
+        plan, flops = make_plan(config), small + share * (large - small)
+        assert plan.training_flops == pytest.approx(flops)
+        assert rate_for(fleet, config) == pytest.approx(100 * small / flops)
+        assert plan.tiers.data_bytes == pytest.approx((plan.num_samples or 0) * (16_716 + stored * 49_152), rel=1e-4)
+        assert plan.memory.activation_bytes == 16 * 935_036_928, "of the larger"
+
+    check(0.1, 0.1)
+    for stream in streams:
+        stream.proportion = None
+    check(1.0, 1.0)
+    write_index(tmp_path / "256x256", 40_960)
+    write_index(tmp_path / "512x512", 20_480)
+    config.data.local, streams[1].repeat = str(tmp_path), 2.0
+    check(0.5, 1 / 3)
 
 
 def test_an_epoch_that_cannot_be(tmp_path):
