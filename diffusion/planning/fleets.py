@@ -156,8 +156,8 @@ def plan_on(
 ) -> FleetRun:
     """Compute time and cost of a run on a fleet.
 
-    Dollars for storage are of data and kept checkpoints for the days of the run, those for egress of downloads from
-    `data.remote`; 0: not counted.
+    Dollars for storage are of data, kept checkpoints and stored averages for the days of the run, those for egress
+    of downloads from `data.remote`; 0: not counted.
     """
     assumed = replace(
         config.plan,
@@ -168,7 +168,8 @@ def plan_on(
     )
     plan = plan_run(replace(config, plan=assumed))
     assert plan.days is not None
-    seconds, stored = plan.days * SECONDS_PER_DAY, (plan.tiers.data_bytes, plan.checkpoints.kept_bytes)
+    seconds, checkpoints = plan.days * SECONDS_PER_DAY, plan.checkpoints
+    stored = (plan.tiers.data_bytes, checkpoints.kept_bytes, checkpoints.average_bytes)
     interval = min(seconds, max(seconds / plan.num_iterations, failures.save_interval(fleet.num_gpus)))
     return FleetRun(
         fleet=fleet,
@@ -404,8 +405,8 @@ def format_budgets(budgets: Sequence[Budget], failures: Failures) -> str:
     a step takes at least the time in which the host queued one of the measured network.
   - Interval of checkpoints: for one failure in {failures.gpu_hours_between:,.0f} GPU-hours and stalls of \
 {failures.save_seconds:g} s.
-  - Storage: data and kept checkpoints, for the days of each run. Egress: of runs with data.remote, each sample once
-    where the nodes' disks hold what they read, else in every epoch."""
+  - Storage: data, kept checkpoints and stored averages, for the days of each run. Egress: of runs with data.remote,
+    each sample once where the nodes' disks hold what they read, else in every epoch."""
     impossible = [
         f"{run.plan.run_name} would not start on {run.fleet.name}. {problem}"
         for budget in budgets

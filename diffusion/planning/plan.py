@@ -162,7 +162,7 @@ def format_plan(plan: Plan, missing: Mapping[str, str] | None = None) -> str:
     ]
     if checkpoints.average_file_bytes:
         number, size = checkpoints.num_average_files, checkpoints.average_file_bytes
-        total = size_text(number * size if number is not None else None)
+        total = size_text(checkpoints.average_bytes)
         rows.append(("averages stored", number_text(number, f"{{:,}} files of {size_text(size)}, together {total}")))
     rows = [(name, text) for name, text in rows if text != UNKNOWN]
     width = max(len(name) for name, _ in rows)

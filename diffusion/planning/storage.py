@@ -134,6 +134,11 @@ class CheckpointPlan:
     num_average_files: int | None
     average_file_bytes: int
 
+    @property
+    def average_bytes(self) -> int | None:
+        """All files of averages."""
+        return None if self.num_average_files is None else self.num_average_files * self.average_file_bytes
+
 
 def plan_checkpoints(config: Config, counts: ParameterCounts) -> CheckpointPlan:
     """Compute the bytes of the checkpoints that stay: weights, moments of those that are trained, started averages."""

@@ -91,6 +91,12 @@ def test_storage_and_egress_add_to_it(budgets):
     assert budget.totals["cost"] == pytest.approx(
         (budgets[128].totals["cost"] or 0) + (budget.totals["storage_cost"] or 0) + (budget.totals["egress_cost"] or 0)
     )
+    power = "algorithms.ema={start: 0ba, power: {relative_widths: [0.1], snapshot_interval: 10000ba}}"
+    more = make_budget(recipe("plan.num_samples=790000000", power), A100_FLEETS[-1:] * 2, failures=FAILURES, **prices)
+    stored = [0.0 if run is None else run for run in (more.runs[0].storage_cost, budget.runs[0].storage_cost)]
+    files, (first, _) = 55 * 2 * 865_910_724, more.plans
+    kept = (first.checkpoints.kept_bytes or 0) - (budget.plans[0].checkpoints.kept_bytes or 0)
+    assert stored[0] - stored[1] == pytest.approx(23 * months[0] * (files + kept) / 1e12)
     without_remote = recipe("plan.num_samples=790000000")
     budget = make_budget(without_remote, A100_FLEETS[-1:] * 2, failures=FAILURES, egress_per_tb=90)
     assert budget.totals["egress_cost"] == 0
