@@ -14,6 +14,7 @@ from diffusion.config.checks import rank_problems
 from diffusion.config.data import ImageSize
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.config.schema import Config, Task
+from diffusion.config.training import Parallelism
 from diffusion.errors import ConfigurationError
 from diffusion.planning.amounts import DAYS_PER_MONTH, SECONDS_PER_DAY, plan_epoch, sum_known
 from diffusion.planning.plan import (
@@ -236,7 +237,6 @@ def rate_for(fleet: Fleet, config: Config) -> float:
 BACKWARD_SHARE = 2 / 3
 """Share of a step's computation that hides communication."""
 
-GPUS_PER_NODE = 8
 NETWORK_BYTES = 6
 """Per parameter and step: gathered weights in half precision, and gradients in fp32."""
 
@@ -252,7 +252,7 @@ IDLE = 0.2
 """Idle share of a GPU from which on the host is the limit of a measured step."""
 
 DDP = "trainer.parallelism=ddp"
-"""Override of measured runs without FSDP2, which takes the host's time."""
+"""Override of measured runs without FSDP2, which takes more of the host's time."""
 
 PUBLISHED_NETWORK = 37.4e9
 """Bytes per second of a node's network, fitted to one entry of the published table (256 px on 128 A100); 75 % of a
@@ -266,6 +266,7 @@ def predict_images_per_second(
     num_parameters: int,
     global_batch_size: int,
     network: float = PUBLISHED_NETWORK,
+    gpus_per_node: int = 8,
 ) -> float:
     """Throughput of a fleet with SHARD_GRAD_OP and `performance.accumulate_locally`.
 
@@ -279,10 +280,11 @@ def predict_images_per_second(
         num_parameters: parameters of the network.
         global_batch_size: images per step.
         network: bytes per second of a node's network, in each direction.
+        gpus_per_node: GPUs whose links replace the network.
     """
     computing = global_batch_size / num_gpus / images_per_gpu_second
     moved = num_parameters * NETWORK_BYTES * (num_gpus - 1) / num_gpus
-    communicating = moved / (GPU_LINK if num_gpus <= GPUS_PER_NODE else network)
+    communicating = moved / (GPU_LINK if num_gpus <= gpus_per_node else network)
     exposed = max(0.0, communicating - BACKWARD_SHARE * computing)
     optimizing = num_parameters / num_gpus * OPTIMIZER_BYTES / GPU_MEMORY_BANDWIDTH
     return global_batch_size / (computing + exposed + optimizing)
@@ -329,15 +331,18 @@ def fleets_from_benchmark(
     sizes: Sequence[int],
     *,
     architecture: Architecture,
+    parallelism: Parallelism,
     num_parameters: int,
     global_batch_size: int,
     network: float,
+    gpus_per_node: int = 8,
     **options: Any,
 ) -> list[Fleet]:
     """Fleets of some sizes of the GPU that `python -m benchmarks` measured, by `predict_images_per_second`.
 
     The file of rows has one GPU's steps of the Trainer at each resolution. Rows of a run's architecture count, without
-    any those of the first row's. Options are further fields of `Fleet`, such as the price.
+    any those of the first row's; of the host's time, those of its parallelism, without any there is no limit. Options
+    are further fields of `Fleet`, such as the price.
 
     Raises:
         ConfigurationError: the file holds no such measurement.
@@ -353,8 +358,11 @@ def fleets_from_benchmark(
             architecture = Architecture(rows[0]["architecture"])
         rows = [row for row in rows if row["architecture"] == architecture.value]
         best = {row["resolution"]: row for row in sorted(rows, key=lambda row: row["images_per_second"])}
+        is_ddp = parallelism is Parallelism.ddp
         waiting = [
-            row["seconds"] for row in rows if row.get("idle", 0.0) > IDLE and DDP not in row.get("overrides", ())
+            row["seconds"]
+            for row in rows
+            if row.get("idle", 0.0) > IDLE and (DDP in row.get("overrides", ())) is is_ddp
         ]
         machine = rows[0]["machine"]
         deviation = max(row["deviation"] for row in best.values())
@@ -373,6 +381,7 @@ def fleets_from_benchmark(
                     num_parameters=num_parameters,
                     global_batch_size=global_batch_size,
                     network=network,
+                    gpus_per_node=gpus_per_node,
                 )
                 for side, row in best.items()
             },
