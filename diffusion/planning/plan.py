@@ -90,7 +90,7 @@ def plan_run(config: Config, *, world_size: int = 1, counts: ParameterCounts | N
         epoch=epoch,
         memory=plan_memory(config, counts, num_ranks),
         tiers=plan_tiers(config, epoch.streams, num_ranks=num_ranks, num_images=num_images, num_samples=num_samples),
-        checkpoints=plan_checkpoints(config, counts),
+        checkpoints=plan_checkpoints(config, counts, epoch.num_steps),
     )
 
 
@@ -157,7 +157,11 @@ def format_plan(plan: Plan, missing: Mapping[str, str] | None = None) -> str:
         ("checkpoint", size_text(checkpoints.largest_bytes)),
         (
             "checkpoints kept",
-            number_text(checkpoints.num_kept, f"{{:,}}, together {size_text(checkpoints.kept_bytes)}"),
+            number_text(
+                checkpoints.num_kept,
+                f"{{:,}}, together {size_text(checkpoints.kept_bytes)}",
+                "trainer.save_interval in batches",
+            ),
         ),
     ]
     if checkpoints.average_file_bytes:

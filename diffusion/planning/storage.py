@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from diffusion.checkpointing.layout import kept_steps
 from diffusion.config.data import ImageSize, Representation
-from diffusion.config.fields import parse_size
+from diffusion.config.fields import parse_size, parse_time
 from diffusion.config.model import Posterior
 from diffusion.config.schema import Config
 from diffusion.config.training import NumberFormat
@@ -126,7 +126,7 @@ def _encoded_bytes(config: Config, size: ImageSize) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPlan:
-    """Bytes of checkpoints and of averages stored beside them. None: unknown, since an interval is in epochs."""
+    """Bytes of checkpoints and of averages stored beside them. None: unknown, as an interval in epochs."""
 
     largest_bytes: int
     num_kept: int | None
@@ -140,12 +140,17 @@ class CheckpointPlan:
         return None if self.num_average_files is None else self.num_average_files * self.average_file_bytes
 
 
-def plan_checkpoints(config: Config, counts: ParameterCounts) -> CheckpointPlan:
-    """Compute the bytes of the checkpoints that stay: weights, moments of those that are trained, started averages."""
+def plan_checkpoints(config: Config, counts: ParameterCounts, epoch_steps: int | None = None) -> CheckpointPlan:
+    """Compute the bytes of the checkpoints that stay: weights, moments of those that are trained, started averages.
+
+    The steps of an epoch are needed for intervals in epochs only.
+    """
     ema, trainer, total = config.algorithms.ema, config.trainer, config.planned_steps()
     state = (counts.fixed + counts.trained) * WEIGHT_BYTES + moment_bytes(config, counts.trained, counts.matrices)
     averages = counts.trained * average_bytes(config)
     interval = config.steps_of(trainer.save_interval, "trainer.save_interval")
+    if interval is None and epoch_steps is not None:
+        interval = parse_time(trainer.save_interval, "trainer.save_interval").value * epoch_steps
     start = config.steps_of(ema.start, "algorithms.ema.start") if ema is not None else math.inf
     kept = None
     if interval is not None and start is not None:

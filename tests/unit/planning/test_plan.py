@@ -207,7 +207,9 @@ def test_checkpoints_hold_weights_adam_and_the_average_once_it_started():
     second.trainer.save_interval = "300000ba"
     assert make_plan(second).checkpoints.kept_bytes == 12 + 12 + 16
     second.trainer.save_interval = "1ep"
-    assert make_plan(second).checkpoints.num_kept is None
+    plan = make_plan(second)
+    assert plan.checkpoints.num_kept is None
+    assert "unknown (set trainer.save_interval in batches)" in format_plan(plan)
 
 
 def test_epochs_where_the_index_files_can_be_read(tmp_path):
@@ -251,6 +253,8 @@ def test_what_an_epoch_drops_of_each_stream(tmp_path, options, num_steps, droppe
     config.data = DataConfig(local=str(tmp_path), streams=streams, resolution=256, global_batch_size=32, **options)
     plan = make_plan(config)
     assert plan.epoch.num_steps == num_steps
+    config.trainer.save_interval = "1000ep"
+    assert make_plan(config).checkpoints.num_kept == -(-550_000 // (1000 * num_steps))
     assert [(stream.draws, stream.dropped) for stream in plan.epoch.streams] == list(
         zip([1274, 268], dropped, strict=True)
     )
