@@ -245,7 +245,8 @@ def parameter_counts(config: Config) -> ParameterCounts:
         parts: list[nn.Module] = [build_vae(ARCHITECTURES[config.model.architecture], settings.vae)]
         if settings.adversarial_weight > 0:
             parts.append(PatchDiscriminator())
-        frozen = sum(p.numel() for p in build_perceptual().parameters()) if settings.perceptual_weight > 0 else 0
+        perceptual = [build_perceptual(is_meta=True)] if settings.perceptual_weight > 0 else []
+        frozen = sum(p.numel() for part in perceptual for p in part.parameters())
     return ParameterCounts(sum(_num_trained(part.parameters()) for part in parts), 0, frozen, _num_in_matrices(parts))
 
 

@@ -206,7 +206,7 @@ def _stream(stream: StreamPlan) -> str:
 
 
 def _state(state: StateMemory) -> str:
-    sizes = {"weights": state.weights, "gradients": state.gradients, "Adam": state.optimizer, "EMA": state.ema}
+    sizes = {"weights": state.weights, "gradients": state.gradients, "optimizer": state.optimizer, "EMA": state.ema}
     parts = ", ".join(f"{name} {size_text(size)}" for name, size in sizes.items() if size)
     return f"{size_text(state.total)} per rank ({parts}){'  <- chosen' if state.is_chosen else ''}"
 
@@ -232,7 +232,9 @@ def _data(plan: Plan) -> str:
 
 def _disk(plan: Plan) -> str:
     whole, limited = size_text(plan.tiers.node_bytes), size_text(plan.tiers.disk_bytes)
-    return whole if whole == UNKNOWN else f"{whole} per node, with data.cache_limit {limited}"
+    if whole == UNKNOWN:
+        return UNKNOWN
+    return f"{whole} per node" + (f", with data.cache_limit {limited}" if limited != whole else "")
 
 
 def _store(plan: Plan) -> str:

@@ -155,6 +155,7 @@ def test_what_each_tier_holds_and_gives():
     assert tiers.fetched_bytes == total
     # Of each of 8 ranks, 8 workers hold 2 batches of 16 samples: moments, tokens, placement, address and stream.
     assert tiers.memory_bytes == 8 * 8 * 2 * 16 * (16_384 + 8 * (77 + 6 + 2))
+    assert "cache_limit" not in format_plan(make_plan(config))
 
     config.data.cache_limit = "400gb"
     plan = make_plan(config)
