@@ -119,9 +119,11 @@ def find_fleets(options: Namespace, config: Config) -> "list[Fleet]":
             options.measured,
             options.gpus or [8, 16, 32, 64, 128],
             architecture=config.model.architecture,
+            parallelism=config.trainer.parallelism,
             num_parameters=counts.trained + counts.fixed,
             global_batch_size=config.data.global_batch_size,
             network=(options.network_gb or 37.4) * 1e9,
+            gpus_per_node=config.plan.gpus_per_node,
             price_per_gpu_hour=options.price,
             gpu_memory_bytes=options.gpu_memory_gb * 1e9 if options.gpu_memory_gb is not None else None,
         )

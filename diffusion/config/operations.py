@@ -127,7 +127,7 @@ class PlanConfig:
     """GPUs of the fleet; null: the number of ranks."""
 
     gpus_per_node: int = bounded(8, min=1)
-    """GPUs of one machine, for its reads and its cache."""
+    """GPUs of one machine, for its reads and its cache, and the throughput of fleets from one measured GPU."""
 
     images_per_second: float | None = bounded(None, above=0)
     """Measured throughput of the fleet; null: days and cost are unknown."""

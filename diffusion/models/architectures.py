@@ -262,10 +262,13 @@ def text_shape(config: ModelConfig) -> tuple[int, int]:
     Raises:
         ConfigurationError: the folder of a language model holds none.
     """
-    spec, text = ARCHITECTURES[config.architecture], config.text_encoder
-    if text.path is None:
-        return num_text_tokens(config), spec.text_width
-    return num_text_tokens(config), config.adapted_text_width or hidden_width(read_language_model(text.path)[1])
+    return num_text_tokens(config), config.adapted_text_width or encoder_width(config)
+
+
+def encoder_width(config: ModelConfig) -> int:
+    """Width of the text encoder's hidden states, before an adapter; errors as of `text_shape`."""
+    path = config.text_encoder.path
+    return ARCHITECTURES[config.architecture].text_width if path is None else hidden_width(read_language_model(path)[1])
 
 
 # Networks with random weights

@@ -74,9 +74,9 @@ def zero_losses(discriminator: nn.Module) -> AdversarialLosses:
     return AdversarialLosses(nothing.detach(), nothing)
 
 
-def build_perceptual() -> _LPIPS:
-    """LPIPS with random weights of VGG16."""
-    return _LPIPS(net="vgg", pnet_rand=True)
+def build_perceptual(*, is_meta: bool = False) -> _LPIPS:
+    """LPIPS with random weights of VGG16; on the meta device none are read."""
+    return _LPIPS(net="vgg", pnet_rand=True, pretrained=not is_meta)
 
 
 def load_perceptual(path: str | None) -> nn.Module:

@@ -19,7 +19,7 @@ from diffusion.datasets.cache import LOCKS
 from diffusion.datasets.streams import located_streams
 from diffusion.errors import ConfigurationError
 from diffusion.formats.data_set import ENCODED, MANIFEST, SCAN, WORK, PreparedManifest
-from diffusion.formats.run_folder import CHECKPOINTS, checkpoint_folder, is_run
+from diffusion.formats.run_folder import AVERAGES, CHECKPOINTS, checkpoint_folder, is_run
 from diffusion.operations.costs import StartCosts
 from diffusion.operations.runs import absolute, checkpoints_of
 from diffusion.planning.amounts import DAYS_PER_MONTH, SECONDS_PER_DAY, sum_known
@@ -195,8 +195,10 @@ def inventory_rows(items: Sequence[Item], storage_price: float | None) -> list[t
 
 
 def stored_bytes(run: Path, config: Config) -> tuple[int, list[str]]:
-    """Stored bytes of a run's checkpoints and streams, and the folders that are not on this machine."""
+    """Stored bytes of a run's checkpoints, averages and streams, and the folders that are not on this machine."""
     locations = {checkpoints_of(run, config): Access()}
+    if (run / AVERAGES).is_dir() and not is_url(config.trainer.checkpoint_folder or ""):  # A store has them, too.
+        locations[str(run.resolve() / AVERAGES)] = Access()
     locations |= {absolute(run, stream.source): stream.access for _, stream in located_streams(config)}
     absent = [one for one in locations if not is_url(one) and not Path(one).is_dir()]
     present = {one: access for one, access in locations.items() if one not in absent}

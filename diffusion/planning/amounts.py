@@ -68,7 +68,7 @@ class StreamPlan:
     """Samples in its index; None where it cannot be read here."""
 
     share: float | None
-    """Share of the run's images."""
+    """Share of the run's images; of a known epoch, without what is dropped."""
 
     epochs: float | None
     """Mean number of times that each sample is seen."""
@@ -115,14 +115,15 @@ def plan_epoch(config: Config, num_images: int) -> EpochPlan:
         return EpochPlan(streams=plans)
     shapes = stream_shapes(data.streams, known)
     try:
-        epoch = GlobalOrder(shapes, order_settings(data, config.seed)).epoch(0)
+        order = GlobalOrder(shapes, order_settings(data, config.seed))
     except ConfigurationError as error:
         return EpochPlan(streams=plans, problem=str(error))
+    shares = (order.units / order.units.sum()).tolist()  # Of whole units; the rest is dropped.
     plans = [
-        replace(plan, draws=shape.draws, dropped=lost)
-        for plan, shape, lost in zip(plans, shapes, epoch.dropped, strict=True)
+        replace(plan, share=share, epochs=share * num_images / shape.num_samples, draws=shape.draws, dropped=lost)
+        for plan, share, shape, lost in zip(plans, shares, shapes, order.epoch(0).dropped, strict=True)
     ]
-    return EpochPlan(streams=plans, num_steps=epoch.num_steps)
+    return EpochPlan(streams=plans, num_steps=order.num_steps)
 
 
 def sum_known(values: Iterable[float | None]) -> float | None:

@@ -14,12 +14,14 @@ from diffusion.config.checks import rank_problems
 from diffusion.config.data import ImageSize
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.config.schema import Config, Task
+from diffusion.config.training import Parallelism
 from diffusion.errors import ConfigurationError
-from diffusion.planning.amounts import DAYS_PER_MONTH, SECONDS_PER_DAY, sum_known
+from diffusion.planning.amounts import DAYS_PER_MONTH, SECONDS_PER_DAY, plan_epoch, sum_known
 from diffusion.planning.plan import (
     UNKNOWN,
     Plan,
     largest_microbatch,
+    mean_training_flops,
     number_text,
     plan_run,
     size_text,
@@ -155,8 +157,8 @@ def plan_on(
 ) -> FleetRun:
     """Compute time and cost of a run on a fleet.
 
-    Dollars for storage are of data and kept checkpoints for the days of the run, those for egress of downloads from
-    `data.remote`; 0: not counted.
+    Dollars for storage are of data, kept checkpoints and stored averages for the days of the run, those for egress
+    of downloads from `data.remote`; 0: not counted.
     """
     assumed = replace(
         config.plan,
@@ -167,7 +169,8 @@ def plan_on(
     )
     plan = plan_run(replace(config, plan=assumed))
     assert plan.days is not None
-    seconds, stored = plan.days * SECONDS_PER_DAY, (plan.tiers.data_bytes, plan.checkpoints.kept_bytes)
+    seconds, checkpoints = plan.days * SECONDS_PER_DAY, plan.checkpoints
+    stored = (plan.tiers.data_bytes, checkpoints.kept_bytes, checkpoints.average_bytes)
     interval = min(seconds, max(seconds / plan.num_iterations, failures.save_interval(fleet.num_gpus)))
     return FleetRun(
         fleet=fleet,
@@ -204,7 +207,7 @@ def _cost(price_per_tb: float, *num_bytes: float | None) -> float | None:
 
 
 def rate_for(fleet: Fleet, config: Config) -> float:
-    """Images per second of a fleet in a run: as given for its resolution, else by floating-point operations.
+    """Images per second of a fleet in a run, by floating-point operations from those at the nearest resolution.
 
     At most those of steps that the host queues one after the other.
 
@@ -216,19 +219,16 @@ def rate_for(fleet: Fleet, config: Config) -> float:
             f"run {config.run_name} trains a VAE, but the rates of a fleet are of U-Nets: measure its images per "
             "second, and plan it with run.py --dry-run plan.images_per_second=..."
         )
-    side, model = config.data.resolution, config.model
+    side = config.data.resolution
     nearest = min(fleet.images_per_second, key=lambda one: abs(one - side))
-    rate = fleet.images_per_second[nearest]
-    if nearest != side or model.architecture is not fleet.architecture or model.network or model.has_ingredients:
-        measured = Config(model=ModelConfig(architecture=fleet.architecture))
-        known = training_flops(measured, ImageSize(nearest, nearest))
-        own = training_flops(config, ImageSize(side, side))
-        if known is None or own is None:
-            raise ConfigurationError(
-                f"fleet {fleet.name} has no images_per_second at {side} px, and model.network has blocks whose "
-                "operations are not known: measure it with `python -m benchmarks step`"
-            )
-        rate *= known / own
+    known = training_flops(Config(model=ModelConfig(architecture=fleet.architecture)), ImageSize(nearest, nearest))
+    own = mean_training_flops(config, plan_epoch(config, 0).streams if len(config.data.known_sizes) > 1 else [])
+    if known is None or own is None:
+        raise ConfigurationError(
+            f"fleet {fleet.name} has no images_per_second of this network at {side} px, and model.network has blocks "
+            "whose operations are not known: measure it with `python -m benchmarks step`"
+        )
+    rate = fleet.images_per_second[nearest] * (known / own)
     return min(rate, config.data.global_batch_size / fleet.host_seconds) if fleet.host_seconds else rate
 
 
@@ -237,7 +237,6 @@ def rate_for(fleet: Fleet, config: Config) -> float:
 BACKWARD_SHARE = 2 / 3
 """Share of a step's computation that hides communication."""
 
-GPUS_PER_NODE = 8
 NETWORK_BYTES = 6
 """Per parameter and step: gathered weights in half precision, and gradients in fp32."""
 
@@ -253,7 +252,7 @@ IDLE = 0.2
 """Idle share of a GPU from which on the host is the limit of a measured step."""
 
 DDP = "trainer.parallelism=ddp"
-"""Override of measured runs without FSDP2, which takes the host's time."""
+"""Override of measured runs without FSDP2, which takes more of the host's time."""
 
 PUBLISHED_NETWORK = 37.4e9
 """Bytes per second of a node's network, fitted to one entry of the published table (256 px on 128 A100); 75 % of a
@@ -267,6 +266,7 @@ def predict_images_per_second(
     num_parameters: int,
     global_batch_size: int,
     network: float = PUBLISHED_NETWORK,
+    gpus_per_node: int = 8,
 ) -> float:
     """Throughput of a fleet with SHARD_GRAD_OP and `performance.accumulate_locally`.
 
@@ -280,10 +280,11 @@ def predict_images_per_second(
         num_parameters: parameters of the network.
         global_batch_size: images per step.
         network: bytes per second of a node's network, in each direction.
+        gpus_per_node: GPUs whose links replace the network.
     """
     computing = global_batch_size / num_gpus / images_per_gpu_second
     moved = num_parameters * NETWORK_BYTES * (num_gpus - 1) / num_gpus
-    communicating = moved / (GPU_LINK if num_gpus <= GPUS_PER_NODE else network)
+    communicating = moved / (GPU_LINK if num_gpus <= gpus_per_node else network)
     exposed = max(0.0, communicating - BACKWARD_SHARE * computing)
     optimizing = num_parameters / num_gpus * OPTIMIZER_BYTES / GPU_MEMORY_BANDWIDTH
     return global_batch_size / (computing + exposed + optimizing)
@@ -330,15 +331,18 @@ def fleets_from_benchmark(
     sizes: Sequence[int],
     *,
     architecture: Architecture,
+    parallelism: Parallelism,
     num_parameters: int,
     global_batch_size: int,
     network: float,
+    gpus_per_node: int = 8,
     **options: Any,
 ) -> list[Fleet]:
     """Fleets of some sizes of the GPU that `python -m benchmarks` measured, by `predict_images_per_second`.
 
     The file of rows has one GPU's steps of the Trainer at each resolution. Rows of a run's architecture count, without
-    any those of the first row's. Options are further fields of `Fleet`, such as the price.
+    any those of the first row's; of the host's time, those of its parallelism, without any there is no limit. Options
+    are further fields of `Fleet`, such as the price.
 
     Raises:
         ConfigurationError: the file holds no such measurement.
@@ -354,8 +358,11 @@ def fleets_from_benchmark(
             architecture = Architecture(rows[0]["architecture"])
         rows = [row for row in rows if row["architecture"] == architecture.value]
         best = {row["resolution"]: row for row in sorted(rows, key=lambda row: row["images_per_second"])}
+        is_ddp = parallelism is Parallelism.ddp
         waiting = [
-            row["seconds"] for row in rows if row.get("idle", 0.0) > IDLE and DDP not in row.get("overrides", ())
+            row["seconds"]
+            for row in rows
+            if row.get("idle", 0.0) > IDLE and (DDP in row.get("overrides", ())) is is_ddp
         ]
         machine = rows[0]["machine"]
         deviation = max(row["deviation"] for row in best.values())
@@ -374,6 +381,7 @@ def fleets_from_benchmark(
                     num_parameters=num_parameters,
                     global_batch_size=global_batch_size,
                     network=network,
+                    gpus_per_node=gpus_per_node,
                 )
                 for side, row in best.items()
             },
@@ -406,8 +414,8 @@ def format_budgets(budgets: Sequence[Budget], failures: Failures) -> str:
     a step takes at least the time in which the host queued one of the measured network.
   - Interval of checkpoints: for one failure in {failures.gpu_hours_between:,.0f} GPU-hours and stalls of \
 {failures.save_seconds:g} s.
-  - Storage: data and kept checkpoints, for the days of each run. Egress: of runs with data.remote, each sample once
-    where the nodes' disks hold what they read, else in every epoch."""
+  - Storage: data, kept checkpoints and stored averages, for the days of each run. Egress: of runs with data.remote,
+    each sample once where the nodes' disks hold what they read, else in every epoch."""
     impossible = [
         f"{run.plan.run_name} would not start on {run.fleet.name}. {problem}"
         for budget in budgets

@@ -6,7 +6,7 @@ Parameters and activations are counted on networks of the meta device, once for 
 import functools
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import yaml
 from diffusers.models.transformers.transformer_prx import PRXAttention, apply_rope
 from torch import Tensor, nn
 
-from diffusion.config.data import ImageSize, microbatch_size
+from diffusion.config.data import ImageSize, image_sizes, microbatch_size
 from diffusion.config.loading import from_dict, to_yaml
 from diffusion.config.model import Compilation, ModelConfig
 from diffusion.config.schema import Config, Task
@@ -28,15 +28,17 @@ from diffusion.models.architectures import (
     build_network,
     build_vae,
     count_parameters,
+    encoder_width,
     text_shape,
     vae_factor,
 )
 from diffusion.models.autoencoder import PatchDiscriminator, build_perceptual
-from diffusion.models.conditioning import Conditioning, text_width
+from diffusion.models.conditioning import Conditioning
 from diffusion.models.fast.compilation import find_units
 from diffusion.models.ingredients import Call, Caller, Ingredient, adapt, find_ingredients
 from diffusion.models.networks import Network, text_width_of
 from diffusion.optimizers import hidden_matrices
+from diffusion.planning.amounts import sum_known
 
 log = logging.getLogger(__name__)
 
@@ -212,6 +214,20 @@ def largest_size(config: Config) -> ImageSize:
     return max(config.data.known_sizes, key=lambda size: size.height * size.width)
 
 
+def mean_over_streams(
+    config: Config, weights: Sequence[float | None], number_of: Callable[[ImageSize], float | None]
+) -> float | None:
+    """Weighted mean of a number of the streams' image sizes; where a weight is unknown, that of the largest size."""
+    known = [weight for weight in weights if weight is not None]
+    if len(config.data.known_sizes) == 1 or len(known) < len(weights) or not sum(known):
+        return number_of(largest_size(config))
+    numbers = map(number_of, image_sizes(config.data.known_streams, config.data.resolution))
+    total = sum_known(
+        None if number is None else weight * number for weight, number in zip(known, numbers, strict=True)
+    )
+    return None if total is None else total / sum(known)
+
+
 # Networks
 
 
@@ -229,7 +245,8 @@ def parameter_counts(config: Config) -> ParameterCounts:
         parts: list[nn.Module] = [build_vae(ARCHITECTURES[config.model.architecture], settings.vae)]
         if settings.adversarial_weight > 0:
             parts.append(PatchDiscriminator())
-        frozen = sum(p.numel() for p in build_perceptual().parameters()) if settings.perceptual_weight > 0 else 0
+        perceptual = [build_perceptual(is_meta=True)] if settings.perceptual_weight > 0 else []
+        frozen = sum(p.numel() for part in perceptual for p in part.parameters())
     return ParameterCounts(sum(_num_trained(part.parameters()) for part in parts), 0, frozen, _num_in_matrices(parts))
 
 
@@ -266,9 +283,9 @@ def meta_forward(
     settings: Any = network.config
     num_tokens, width = text_shape(config)[0], text_width_of(network)
     shape = [1, settings["in_channels"], *(side // vae_factor(config) for side in size)]
+    if config.adapted_text_width is not None:
+        width = encoder_width(config)
     with torch.device("meta"):
-        if config.adapted_text_width is not None:
-            width = text_width(build_frozen_text_encoder(config))
         latents, address = torch.empty(shape, dtype=dtype), torch.empty(1, dtype=torch.int64)
         batch: dict[str, Tensor] = {
             **dict.fromkeys((BatchKey.STEP, BatchKey.SAMPLE, BatchKey.SLOT, BatchKey.STREAM), address),

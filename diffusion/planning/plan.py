@@ -6,7 +6,7 @@ listed with the plan.
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ from diffusion.planning.memory import (
     MemoryPlan,
     ParameterCounts,
     StateMemory,
-    largest_size,
+    mean_over_streams,
     meta_forward,
     meta_parts,
     parameter_counts,
@@ -44,6 +44,8 @@ ASSUMPTIONS = [
     f"microbatch: {CUDA_BYTES / 1e9:g} GB for CUDA, and at most {USABLE_MEMORY:.0%} of the memory.",
     "Checkpoints: 4 bytes of each weight and, for those that are trained, of each moment of the optimizer and of each "
     "started average.",
+    "Streams of several sizes: operations and stored bytes are means over them, or of the largest size where a "
+    "share is not known; memory is that of the largest.",
     "Latents: one caption per image, without keys and what MDS adds; no validation data.",
     "Days: images over plan.images_per_second of the whole fleet; no restart, evaluation, checkpoint or idle time.",
 ]
@@ -57,7 +59,7 @@ class Plan(Amounts):
     """Trained parameters."""
 
     training_flops: float | None
-    """Operations of network and text adapter for one image, forward and backward."""
+    """Operations of network and text adapter for one image, forward and backward; mean of the streams."""
 
     num_samples: int | None
     """Samples of the data set."""
@@ -83,13 +85,18 @@ def plan_run(config: Config, *, world_size: int = 1, counts: ParameterCounts | N
     return Plan(
         **vars(amounts),
         num_parameters=counts.trained,
-        training_flops=training_flops(config, largest_size(config)),
+        training_flops=mean_training_flops(config, epoch.streams),
         num_samples=num_samples,
         epoch=epoch,
         memory=plan_memory(config, counts, num_ranks),
-        tiers=plan_tiers(config, num_ranks=num_ranks, num_images=num_images, num_samples=num_samples),
-        checkpoints=plan_checkpoints(config, counts),
+        tiers=plan_tiers(config, epoch.streams, num_ranks=num_ranks, num_images=num_images, num_samples=num_samples),
+        checkpoints=plan_checkpoints(config, counts, epoch.num_steps),
     )
+
+
+def mean_training_flops(config: Config, streams: Sequence[StreamPlan]) -> float | None:
+    """Mean operations for one image of the run, as of `training_flops`."""
+    return mean_over_streams(config, [stream.share for stream in streams], functools.partial(training_flops, config))
 
 
 def training_flops(config: Config, size: ImageSize) -> int | None:
@@ -150,12 +157,16 @@ def format_plan(plan: Plan, missing: Mapping[str, str] | None = None) -> str:
         ("checkpoint", size_text(checkpoints.largest_bytes)),
         (
             "checkpoints kept",
-            number_text(checkpoints.num_kept, f"{{:,}}, together {size_text(checkpoints.kept_bytes)}"),
+            number_text(
+                checkpoints.num_kept,
+                f"{{:,}}, together {size_text(checkpoints.kept_bytes)}",
+                "trainer.save_interval in batches",
+            ),
         ),
     ]
     if checkpoints.average_file_bytes:
         number, size = checkpoints.num_average_files, checkpoints.average_file_bytes
-        total = size_text(number * size if number is not None else None)
+        total = size_text(checkpoints.average_bytes)
         rows.append(("averages stored", number_text(number, f"{{:,}} files of {size_text(size)}, together {total}")))
     rows = [(name, text) for name, text in rows if text != UNKNOWN]
     width = max(len(name) for name, _ in rows)
@@ -195,7 +206,7 @@ def _stream(stream: StreamPlan) -> str:
 
 
 def _state(state: StateMemory) -> str:
-    sizes = {"weights": state.weights, "gradients": state.gradients, "Adam": state.optimizer, "EMA": state.ema}
+    sizes = {"weights": state.weights, "gradients": state.gradients, "optimizer": state.optimizer, "EMA": state.ema}
     parts = ", ".join(f"{name} {size_text(size)}" for name, size in sizes.items() if size)
     return f"{size_text(state.total)} per rank ({parts}){'  <- chosen' if state.is_chosen else ''}"
 
@@ -221,7 +232,9 @@ def _data(plan: Plan) -> str:
 
 def _disk(plan: Plan) -> str:
     whole, limited = size_text(plan.tiers.node_bytes), size_text(plan.tiers.disk_bytes)
-    return whole if whole == UNKNOWN else f"{whole} per node, with data.cache_limit {limited}"
+    if whole == UNKNOWN:
+        return UNKNOWN
+    return f"{whole} per node" + (f", with data.cache_limit {limited}" if limited != whole else "")
 
 
 def _store(plan: Plan) -> str:

@@ -1,22 +1,26 @@
 """Data and checkpoints of a run: bytes in the store, on the disk of a node and in its memory."""
 
+import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diffusion.checkpointing.layout import kept_steps
 from diffusion.config.data import ImageSize, Representation
-from diffusion.config.fields import parse_size
+from diffusion.config.fields import parse_size, parse_time
 from diffusion.config.model import Posterior
 from diffusion.config.schema import Config
 from diffusion.config.training import NumberFormat
 from diffusion.datasets.sample_order import order_settings
-from diffusion.models.architectures import latent_channels, text_shape, vae_factor
+from diffusion.models.architectures import encoder_width, latent_channels, num_text_tokens, vae_factor
+from diffusion.planning.amounts import StreamPlan
 from diffusion.planning.memory import (
     FORMAT_BYTES,
     WEIGHT_BYTES,
     ParameterCounts,
     average_bytes,
     largest_size,
+    mean_over_streams,
     moment_bytes,
 )
 
@@ -29,7 +33,7 @@ class TierPlan:
 
     num_nodes: int
     sample_bytes: int | None
-    """One stored sample, without its key."""
+    """Mean stored sample, without its key."""
 
     data_bytes: float | None
     """All samples."""
@@ -50,7 +54,9 @@ class TierPlan:
     """Batches of loader workers in the shared memory of one node."""
 
 
-def plan_tiers(config: Config, *, num_ranks: int, num_images: int, num_samples: int | None) -> TierPlan:
+def plan_tiers(
+    config: Config, streams: Sequence[StreamPlan], *, num_ranks: int, num_images: int, num_samples: int | None
+) -> TierPlan:
     """Compute the bytes in each tier. With a remote for some streams only, all count as fetched.
 
     Locations of the configuration may be missing (`???`).
@@ -58,7 +64,10 @@ def plan_tiers(config: Config, *, num_ranks: int, num_images: int, num_samples: 
     data = config.data
     num_nodes = math.ceil(num_ranks / config.plan.gpus_per_node)
     ranks_per_node = min(num_ranks, config.plan.gpus_per_node)
-    sample = stored_bytes(config, largest_size(config))
+    counts = [stream.num_samples for stream in streams]
+    weights = [stream.share for stream in streams] if None in counts else counts
+    mean = mean_over_streams(config, weights, functools.partial(stored_bytes, config))
+    sample = None if mean is None else round(mean)
     total = node = kept = again = fetched = None
     if sample is not None and num_samples is not None:
         total = node = kept = float(num_samples * sample)
@@ -89,7 +98,7 @@ def stored_bytes(config: Config, size: ImageSize) -> int | None:
     """Bytes of a stored sample with one caption; None for images without `plan.image_kb`."""
     if config.data.representation is Representation.images:
         return round(config.plan.image_kb * 1000) if config.plan.image_kb is not None else None
-    return _encoded_bytes(config, size) + 4 * (text_shape(config.model)[0] + PLACEMENT_NUMBERS)
+    return _encoded_bytes(config, size) + 4 * (num_text_tokens(config.model) + PLACEMENT_NUMBERS)
 
 
 def waiting_bytes(config: Config, rank_batch_size: int) -> int:
@@ -98,7 +107,7 @@ def waiting_bytes(config: Config, rank_batch_size: int) -> int:
     is_image = data.representation is Representation.images
     content = 3 * size.height * size.width if is_image else _encoded_bytes(config, size)
     # Token ids, placement, address and stream are int64 in a batch.
-    sample = content + 8 * (text_shape(config.model)[0] + PLACEMENT_NUMBERS + 2)
+    sample = content + 8 * (num_text_tokens(config.model) + PLACEMENT_NUMBERS + 2)
     num_samples = rank_batch_size + (validation.device_batch_size if validation is not None else 0)
     return data.num_workers * data.prefetch_factor * num_samples * sample
 
@@ -108,7 +117,7 @@ def _encoded_bytes(config: Config, size: ImageSize) -> int:
     moments = 2 if config.objective.posterior is Posterior.sample else 1
     numbers = moments * (size.height * size.width // vae_factor(config.model) ** 2) * latent_channels(config.model)
     if config.data.text_embeddings:
-        numbers += math.prod(text_shape(config.model))
+        numbers += num_text_tokens(config.model) * encoder_width(config.model)
     return numbers * FORMAT_BYTES[NumberFormat.fp16]
 
 
@@ -117,7 +126,7 @@ def _encoded_bytes(config: Config, size: ImageSize) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPlan:
-    """Bytes of checkpoints and of averages stored beside them. None: unknown, since an interval is in epochs."""
+    """Bytes of checkpoints and of averages stored beside them. None: unknown, as an interval in epochs."""
 
     largest_bytes: int
     num_kept: int | None
@@ -125,13 +134,23 @@ class CheckpointPlan:
     num_average_files: int | None
     average_file_bytes: int
 
+    @property
+    def average_bytes(self) -> int | None:
+        """All files of averages."""
+        return None if self.num_average_files is None else self.num_average_files * self.average_file_bytes
 
-def plan_checkpoints(config: Config, counts: ParameterCounts) -> CheckpointPlan:
-    """Compute the bytes of the checkpoints that stay: weights, moments of those that are trained, started averages."""
+
+def plan_checkpoints(config: Config, counts: ParameterCounts, epoch_steps: int | None = None) -> CheckpointPlan:
+    """Compute the bytes of the checkpoints that stay: weights, moments of those that are trained, started averages.
+
+    The steps of an epoch are needed for intervals in epochs only.
+    """
     ema, trainer, total = config.algorithms.ema, config.trainer, config.planned_steps()
     state = (counts.fixed + counts.trained) * WEIGHT_BYTES + moment_bytes(config, counts.trained, counts.matrices)
     averages = counts.trained * average_bytes(config)
     interval = config.steps_of(trainer.save_interval, "trainer.save_interval")
+    if interval is None and epoch_steps is not None:
+        interval = parse_time(trainer.save_interval, "trainer.save_interval").value * epoch_steps
     start = config.steps_of(ema.start, "algorithms.ema.start") if ema is not None else math.inf
     kept = None
     if interval is not None and start is not None:

@@ -27,6 +27,7 @@ from diffusion.formats.run_folder import (
     check_is_run,
     preemption_signal,
 )
+from diffusion.operations.costs import StartCosts, read_costs, total
 from diffusion.operations.events import EventKind
 
 ROLLBACK = "rollback"
@@ -182,6 +183,9 @@ class Run:
     """Unreadable rows of metrics."""
 
     starts: list[Start]
+    costs: list[StartCosts]
+    """Costs of the starts; none where costs.jsonl is missing."""
+
     status: str
     num_steps: int
     """Steps done."""
@@ -205,13 +209,25 @@ class Run:
 
     @property
     def wall_hours(self) -> float:
-        """Hours of all starts."""
+        """Hours of all starts: by their costs from the start of the process, else from the first step."""
+        if self.costs:
+            return sum(sum(start.seconds.values()) for start in self.costs) / 3600
         return sum(start.hours for start in self.starts)
 
     @property
     def gpu_hours(self) -> float:
         """Hours of all starts times their ranks."""
+        if self.costs:
+            return total(self.costs).gpu_hours
         return sum(start.hours * start.world_size for start in self.starts)
+
+    @property
+    def dollars(self) -> float | None:
+        """Price of the GPU-hours; None: unknown."""
+        if self.costs:
+            return total(self.costs).dollars
+        price = self.config.plan.price_per_gpu_hour if self.config is not None else None
+        return self.gpu_hours * price if price is not None and self.starts else None
 
     @property
     def num_steps_redone(self) -> int:
@@ -248,6 +264,7 @@ def read_run(folder: Path, first_step: int = 0) -> Run:
         curves=curves,
         num_damaged=num_damaged,
         starts=starts,
+        costs=read_costs(folder),
         status=_status(folder, num_steps, num_planned, starts),
         num_steps=num_steps,
         num_planned=num_planned,

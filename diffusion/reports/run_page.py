@@ -122,9 +122,7 @@ def plan_table(run: Run) -> pd.DataFrame | None:
     if run.config is None:
         return None
     plan = plan_amounts(run.config, world_size=run.starts[-1].world_size if run.starts else 1)
-    price = run.config.plan.price_per_gpu_hour
     hours, gpu_hours = (run.wall_hours, run.gpu_hours) if run.starts else (None, None)
-    cost = gpu_hours * price if price is not None and gpu_hours is not None else None
     speed = run.curve(THROUGHPUT)
     amounts: list[tuple[str, float | None, float | None, Callable[[float], str]]] = [
         ("optimizer steps", plan.num_iterations, run.num_steps, "{:,}".format),
@@ -132,7 +130,7 @@ def plan_table(run: Run) -> pd.DataFrame | None:
         ("throughput", plan.images_per_second, speed.rate() if speed else None, _throughput),
         ("time", plan.days * 24 if plan.days is not None else None, hours, duration),
         (_hours_unit(run), plan.gpu_hours, gpu_hours, "{:,.2f}".format),
-        ("cost", plan.cost, cost, "${:,.2f}".format),
+        ("cost", plan.cost, run.dollars, "${:,.2f}".format),
     ]
     rows = [
         (

@@ -63,6 +63,11 @@ def test_a_model_that_is_planned_with_and_is_not_here_is_named(key):
         train_command([BASES[Task.diffusion], *overrides, "--dry-run"], say=print)
 
 
+def test_a_language_model_that_is_still_to_be_named():
+    with pytest.raises(ConfigurationError, match=r"^model\.text_encoder\.path is \?\?\?: .*Set it to a folder"):
+        train_command(["yamls/tiny/language_model.yaml", "--dry-run"], say=print)
+
+
 @pytest.mark.s3
 def test_each_key_is_named_of_what_is_not_in_a_store(s3_server, tmp_path):
     start = [f"output_folder={tmp_path}", "data.remote=s3://tests/none", "validation.remote=s3://tests/none"]

@@ -13,9 +13,9 @@ from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.remote import RemoteCheckpoints
 from diffusion.checkpointing.save import write_file
 from diffusion.errors import ConfigurationError
-from diffusion.formats.run_folder import LEASE
+from diffusion.formats.run_folder import LEASE, read_config
 from diffusion.operations.costs import Activity, CostsFile, StartCosts
-from diffusion.operations.inventory import Item, ItemKind, assign_users, find_items, read_uses
+from diffusion.operations.inventory import Item, ItemKind, assign_users, find_items, read_uses, stored_bytes
 from scripts import runs as runs_command
 from tests.tools.s3_server import S3Server, s3_process, s3_server
 from tests.unit.operations.test_runs import hold, write_run
@@ -156,6 +156,14 @@ def test_what_a_run_has_cost_with_its_data_and_checkpoints_in_a_store(s3_server,
     ]
     assert "$80.00 of $60.00" in lines[6], "the limit counts GPU time"
     assert lines[6].endswith("step 6")
+
+
+def test_averages_are_stored_beside_the_checkpoints(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write_run(run)
+    for name in ("checkpoints/ep0-ba2.pt", "averages/step-000002-width-0.1.safetensors"):
+        storage.write(str(run / name), bytes(1000))
+    assert stored_bytes(run, read_config(run))[0] == 2000
 
 
 @pytest.mark.s3

@@ -64,7 +64,7 @@ class Demand:
     """Largest checkpoint."""
 
     storage_bytes: int | None
-    """All checkpoints that stay on this machine; None if their number is unknown, or if they go to a store."""
+    """Checkpoints, unless they go to a store, and averages that stay on this machine; None if a number is unknown."""
 
 
 def find_demand(config: Config, device: Device, *, num_ranks: int, ranks_per_node: int) -> Demand:
@@ -82,12 +82,16 @@ def find_demand(config: Config, device: Device, *, num_ranks: int, ranks_per_nod
     held = state_bytes(config, counts, num_ranks) if holds_state else 0
     loaded = checkpoints.largest_bytes if config.trainer.parallelism is Parallelism.ddp else 0
     in_memory = max(built, loaded, held + (frozen if device is Device.cpu else 0))
+    stored = [
+        0 if is_url(config.trainer.checkpoint_folder or "") else checkpoints.kept_bytes,
+        checkpoints.average_bytes,
+    ]
     return Demand(
         shm_bytes=ranks_per_node * waiting_bytes(config, data.global_batch_size // num_ranks),
         memory_bytes=ranks_per_node * (RANK_BYTES + workers * WORKER_BYTES + in_memory),
         gpu_bytes=plan_memory(config, counts, num_ranks).gpu_bytes if device is Device.gpu else None,
         checkpoint_bytes=checkpoints.largest_bytes,
-        storage_bytes=None if is_url(config.trainer.checkpoint_folder or "") else checkpoints.kept_bytes,
+        storage_bytes=None if None in stored else sum(filter(None, stored)),
     )
 
 

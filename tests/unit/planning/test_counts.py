@@ -1,5 +1,7 @@
 """Counts of a configured network against the network that is built."""
 
+import warnings
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -24,6 +26,7 @@ from diffusion.planning.memory import (
 )
 from diffusion.planning.plan import plan_run, training_flops
 from diffusion.train import build_optimizer, build_training_model
+from tests.tools.language_models import WIDTHS, write_language_model
 from tests.tools.toys import write_vgg
 
 LORA = ["model.lora={rank: 3, targets: [to_q, conv1]}", "init_from.checkpoint=somewhere"]
@@ -109,6 +112,14 @@ def test_a_text_adapter_is_trained_and_under_lora_it_is_fixed():
     assert 0 < grown[1] - grown[0] < grown[0]
 
 
+def test_text_that_is_stored_has_the_width_of_the_language_model(tmp_path):
+    folder = write_language_model(tmp_path, "t5")
+    text = [f"model.text_encoder={{path: {folder}, max_tokens: 96}}", "model.text_adapter={layers: 1, width: 64}"]
+    tiers = [plan_run(toy(*text, f"data.text_embeddings={stored}")).tiers for stored in ("false", "true")]
+    sizes = [one.sample_bytes or 0 for one in tiers]
+    assert sizes[1] - sizes[0] == 2 * 96 * WIDTHS["t5"] != 2 * 96 * 64
+
+
 @pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
 def test_memory_and_checkpoints_of_lora(parallelism):
     counts = parameter_counts(toy(*LORA))
@@ -136,7 +147,8 @@ def test_a_vae_with_a_discriminator_and_a_perceptual_loss(tmp_path):
     built = AutoencoderTraining(build_vae(TINY, changes), AutoencoderConfig(**weights, vae=changes), seed=0)
     config = toy("task=autoencoder")
     config.autoencoder = AutoencoderConfig(**weights, vae=changes)
-    counts = parameter_counts(config)
+    with warnings.catch_warnings(action="error"):
+        counts = parameter_counts(config)
     assert (counts.trained, counts.fixed) == (num_parameters(built, trained=True), 0)
     assert counts.trained > num_parameters(built.vae)
     assert counts.frozen == num_parameters(built._frozen["perceptual"])

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from diffusion.config.loading import load_config
 from diffusion.config.locations import is_location
 from diffusion.config.model import Architecture, ModelConfig
+from diffusion.config.training import Parallelism
 from diffusion.errors import ConfigurationError
 from diffusion.planning.fleets import (
     A100_FLEETS,
@@ -31,6 +33,7 @@ from tests.tools.training_runs import ROOT
 
 FAILURES = Failures()
 SD2: dict[str, Any] = {"num_parameters": 865_910_724, "global_batch_size": 2048}
+MEASURED: dict[str, Any] = {**SD2, "network": PUBLISHED_NETWORK, "parallelism": Parallelism.fsdp}
 PUBLISHED = {8: (81.33, 31_230), 16: (40.42, 31_043), 32: (20.06, 30_805), 64: (10.14, 31_146), 128: (5.51, 33_874)}
 
 
@@ -91,6 +94,12 @@ def test_storage_and_egress_add_to_it(budgets):
     assert budget.totals["cost"] == pytest.approx(
         (budgets[128].totals["cost"] or 0) + (budget.totals["storage_cost"] or 0) + (budget.totals["egress_cost"] or 0)
     )
+    power = "algorithms.ema={start: 0ba, power: {relative_widths: [0.1], snapshot_interval: 10000ba}}"
+    more = make_budget(recipe("plan.num_samples=790000000", power), A100_FLEETS[-1:] * 2, failures=FAILURES, **prices)
+    stored = [0.0 if run is None else run for run in (more.runs[0].storage_cost, budget.runs[0].storage_cost)]
+    files, (first, _) = 55 * 2 * 865_910_724, more.plans
+    kept = (first.checkpoints.kept_bytes or 0) - (budget.plans[0].checkpoints.kept_bytes or 0)
+    assert stored[0] - stored[1] == pytest.approx(23 * months[0] * (files + kept) / 1e12)
     without_remote = recipe("plan.num_samples=790000000")
     budget = make_budget(without_remote, A100_FLEETS[-1:] * 2, failures=FAILURES, egress_per_tb=90)
     assert budget.totals["egress_cost"] == 0
@@ -206,7 +215,7 @@ def test_fleets_from_files(tmp_path):
     failed = json.dumps({"name": "trainer/256/256", "kind": "trainer", "error": "out of memory"}) + "\n"
     rows = [measured("trainer/256/16", "trainer", 16, 300.0), measured("trainer/256/64", "trainer", 64, 500.0)]
     path.write_text("".join([*rows, measured("step/256/64/loop", "step", 64, 900.0), failed]))
-    options = {**SD2, "network": PUBLISHED_NETWORK, "architecture": Architecture.stable_diffusion_2}
+    options = {**MEASURED, "architecture": Architecture.stable_diffusion_2}
     one, many = fleets_from_benchmark(path, [1, 128], price_per_gpu_hour=4.0, **options)
     assert one.images_per_second[256] == pytest.approx(500, rel=0.01)
     assert 64 * 500 * 0.3 < many.images_per_second[256] < 128 * 500
@@ -219,7 +228,7 @@ def test_fleets_from_files(tmp_path):
 def test_a_step_is_not_shorter_than_the_host_needs():
     """Rows of 2026-11-27: at 256 px the host needed 0.289 s for a step, which is the time of 128 images."""
     path = ROOT / "benchmarks" / "2026-11-27-H200.jsonl"
-    options = {**SD2, "network": PUBLISHED_NETWORK, "architecture": Architecture.stable_diffusion_2}
+    options = {**MEASURED, "architecture": Architecture.stable_diffusion_2}
     few, many = fleets_from_benchmark(path, [8, 128], **options)
     first, second, small = (
         load_config(f"yamls/{name}.yaml", may_miss=is_location) for name in ("phase1", "phase2", "small_256")
@@ -227,7 +236,13 @@ def test_a_step_is_not_shorter_than_the_host_needs():
     assert rate_for(many, first) == pytest.approx(2048 / 0.289, rel=0.02)
     assert rate_for(many, second) == pytest.approx(2048 / 0.289, rel=0.02)
     assert rate_for(few, second) == pytest.approx(8 * 157, rel=0.02)
-    assert rate_for(few, small) == pytest.approx(256 / 0.289, rel=0.02), "nor is that of a smaller model"
+    sharded = replace(small, trainer=first.trainer)
+    assert rate_for(few, sharded) == pytest.approx(256 / 0.289, rel=0.02), "nor is that of a smaller model"
+    [ddp] = fleets_from_benchmark(path, [8], **options | {"parallelism": small.trainer.parallelism})
+    assert rate_for(ddp, small) == pytest.approx(256 / 0.179, rel=0.02)
+    later = path.with_name("2026-11-28-H200.jsonl")
+    [ddp] = fleets_from_benchmark(later, [8], **options | {"parallelism": small.trainer.parallelism})
+    assert ddp.host_seconds == 0, "no row of DDP"
 
 
 def test_each_run_has_the_measured_rate_of_its_own_batch_and_architecture(tmp_path):
@@ -239,16 +254,20 @@ def test_each_run_has_the_measured_rate_of_its_own_batch_and_architecture(tmp_pa
         with rows.open("a") as file:
             file.write(json.dumps({**line, "parameters": parameters, "result": result}) + "\n")
 
-    def rates(*names: str) -> dict[str, float]:
+    def rates(*names: str, more: Sequence[str] = ()) -> dict[str, float]:
         runs = [str(ROOT / f"yamls/{name}.yaml") for name in names]
-        plan_command([*runs, "--measured", str(rows), "--gpus", "8", "--json", str(plan)])
+        plan_command([*runs, "--measured", str(rows), "--gpus", "8", "--json", str(plan), *more])
         [budget] = json.loads(plan.read_text())
         return {run["plan"]["run_name"]: run["plan"]["images_per_second"] for run in budget["runs"]}
 
     alone = rates("small_256") | rates("phase1")
     assert rates("small_256", "phase1") == rates("phase1", "small_256") == alone
     assert alone["phase1"] == pytest.approx(8 * 500, rel=0.02)
-    [large] = fleets_from_benchmark(rows, [1], architecture=Architecture.transformer_l, network=1e9, **SD2)
+    assert rates("phase1", more=["--network-gb", "4"]) == rates("phase1"), "one node"
+    two_nodes = rates("phase1", more=["--network-gb", "4", "plan.gpus_per_node=4"])["phase1"]
+    seconds = 6 * SD2["num_parameters"] * 7 / 8 / 4e9 + 2048 / 4000 / 3  # A third of the computing hides nothing.
+    assert two_nodes == pytest.approx(2048 / seconds, rel=0.02)
+    [large] = fleets_from_benchmark(rows, [1], architecture=Architecture.transformer_l, **MEASURED)
     assert large.images_per_second[256] == pytest.approx(900, rel=0.02)
 
 

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from diffusion.config.data import DataConfig, Mixing, Representation, StreamConfig, ValidationConfig
+from diffusion.config.data import DataConfig, ImageSize, Mixing, Representation, StreamConfig, ValidationConfig
 from diffusion.config.model import Posterior
 from diffusion.config.operations import PlanConfig
 from diffusion.config.schema import Config
@@ -18,8 +18,9 @@ from diffusion.config.training import (
 )
 from diffusion.formats.shards import ShardFormat
 from diffusion.planning.amounts import absent_streams
+from diffusion.planning.fleets import Fleet, rate_for
 from diffusion.planning.memory import ParameterCounts
-from diffusion.planning.plan import Plan, format_plan, plan_run
+from diffusion.planning.plan import Plan, format_plan, plan_run, training_flops
 
 NUM_PARAMETERS = 865_910_724
 
@@ -154,6 +155,7 @@ def test_what_each_tier_holds_and_gives():
     assert tiers.fetched_bytes == total
     # Of each of 8 ranks, 8 workers hold 2 batches of 16 samples: moments, tokens, placement, address and stream.
     assert tiers.memory_bytes == 8 * 8 * 2 * 16 * (16_384 + 8 * (77 + 6 + 2))
+    assert "cache_limit" not in format_plan(make_plan(config))
 
     config.data.cache_limit = "400gb"
     plan = make_plan(config)
@@ -206,7 +208,9 @@ def test_checkpoints_hold_weights_adam_and_the_average_once_it_started():
     second.trainer.save_interval = "300000ba"
     assert make_plan(second).checkpoints.kept_bytes == 12 + 12 + 16
     second.trainer.save_interval = "1ep"
-    assert make_plan(second).checkpoints.num_kept is None
+    plan = make_plan(second)
+    assert plan.checkpoints.num_kept is None
+    assert "unknown (set trainer.save_interval in batches)" in format_plan(plan)
 
 
 def test_epochs_where_the_index_files_can_be_read(tmp_path):
@@ -234,15 +238,15 @@ def test_epochs_where_the_index_files_can_be_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "num_steps", "dropped"),
+    ("options", "num_steps", "dropped", "share"),
     [
-        ({}, (1274 + 268) // 32, [5, 1]),
-        ({"mixing": Mixing.bucket}, 39 + 8, [26, 12]),
-        ({"mixing": Mixing.groups, "group_size": 8}, 48, [2, 4]),
+        ({}, (1274 + 268) // 32, [5, 1], 1274 / 1542),
+        ({"mixing": Mixing.bucket}, 39 + 8, [26, 12], 39 / 47),
+        ({"mixing": Mixing.groups, "group_size": 8}, 48, [2, 4], 159 / 192),
     ],
     ids=["mixed", "bucket", "groups"],
 )
-def test_what_an_epoch_drops_of_each_stream(tmp_path, options, num_steps, dropped):
+def test_what_an_epoch_drops_of_each_stream(tmp_path, options, num_steps, dropped, share):
     write_index(tmp_path / "a", 1000, 274)
     write_index(tmp_path / "b", 268)
     streams = [StreamConfig(name="a"), StreamConfig(name="b")]
@@ -250,10 +254,42 @@ def test_what_an_epoch_drops_of_each_stream(tmp_path, options, num_steps, droppe
     config.data = DataConfig(local=str(tmp_path), streams=streams, resolution=256, global_batch_size=32, **options)
     plan = make_plan(config)
     assert plan.epoch.num_steps == num_steps
+    config.trainer.save_interval = "1000ep"
+    assert make_plan(config).checkpoints.num_kept == -(-550_000 // (1000 * num_steps))
     assert [(stream.draws, stream.dropped) for stream in plan.epoch.streams] == list(
         zip([1274, 268], dropped, strict=True)
     )
+    shares, images = [share, 1 - share], plan.num_images
+    assert [stream.share for stream in plan.epoch.streams] == pytest.approx(shares)
+    assert [stream.epochs for stream in plan.epoch.streams] == pytest.approx(
+        [one * images / num for one, num in zip(shares, [1274, 268], strict=True)]
+    )
     assert f"an epoch drops {dropped[0]} of 1,274" in format_plan(plan)
+
+
+def test_streams_of_several_sizes_count_by_their_shares(tmp_path):
+    streams = [StreamConfig(name=f"{side}x{side}", proportion=share) for side, share in ((256, 0.9), (512, 0.1))]
+    config = recipe(local="???", streams=streams, representation=Representation.latents, mixing=Mixing.bucket)
+    config.plan.num_samples = 1_000_000
+    small, large = (training_flops(config, ImageSize(side, side)) or 0 for side in (256, 512))
+    fleet = Fleet(name="one", num_gpus=1, images_per_second={256: 100.0})
+
+    def check(share: float, stored: float) -> None:
+        """Compare with shares of the larger size in the run's images and in the stored ones."""
+        plan, flops = make_plan(config), small + share * (large - small)
+        assert plan.training_flops == pytest.approx(flops)
+        assert rate_for(fleet, config) == pytest.approx(100 * small / flops)
+        assert plan.tiers.data_bytes == pytest.approx((plan.num_samples or 0) * (16_716 + stored * 49_152), rel=1e-4)
+        assert plan.memory.activation_bytes == 16 * 935_036_928, "of the larger"
+
+    check(0.1, 0.1)
+    for stream in streams:
+        stream.proportion = None
+    check(1.0, 1.0)
+    write_index(tmp_path / "256x256", 40_960)
+    write_index(tmp_path / "512x512", 20_480)
+    config.data.local, streams[1].repeat = str(tmp_path), 2.0
+    check(0.5, 1 / 3)
 
 
 def test_an_epoch_that_cannot_be(tmp_path):

@@ -18,6 +18,7 @@ from diffusion.errors import ConfigurationError
 from diffusion.evaluation.protocol import Number, Result, protocol_hash
 from diffusion.files import read_json_lines
 from diffusion.formats.run_folder import TRAIN_LOSS, checkpoint_folder
+from diffusion.operations.costs import Activity, CostsFile, StartCosts
 from diffusion.reports.run import Curve, read_curves, read_phases, read_run, read_starts
 from diffusion.reports.run_page import (
     STREAM_LOSS,
@@ -152,6 +153,22 @@ def test_starts_tell_how_each_ended_what_was_redone_and_how_long_it_ran(tmp_path
     assert run.gpu_hours == pytest.approx(2 * sum(one.hours for one in run.starts))
     assert (run.num_steps, run.num_planned, run.status) == (50, 100, "in progress, or killed")
     assert not read_starts([], last_written)
+
+
+def test_hours_and_dollars_are_those_of_the_costs(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [{"step": 0, TRAIN_LOSS: 1.0}])
+    (folder / "starts.jsonl").write_text(json.dumps(start(0, 0)) + "\n")
+    for price, starting in ((3.0, 1800.0), (6.0, 0.0)):
+        file = CostsFile(folder)
+        seconds = {Activity.starting.value: starting, Activity.training.value: 3600.0}
+        file.write(StartCosts(began=0, ended=1, num_devices=2, price=price, step=0, reached=1, seconds=seconds))
+        file.close()
+    run = read_run(folder)
+    assert (run.wall_hours, run.gpu_hours) == (2.5, 5.0)
+    table = plan_table(run)
+    assert table is not None
+    assert table["actual"].to_list()[-4:-1] == ["2:30:00", "5.00", "$21.00"]
+    assert "5.00 rank-hours" in str(facts(run))
 
 
 EVENTS = [

@@ -34,6 +34,7 @@ from diffusion.operations.checks.machine import (
 )
 from diffusion.operations.checks.verdicts import Level
 from diffusion.planning.memory import parameter_counts
+from diffusion.planning.storage import plan_checkpoints
 from tests.tools.training_runs import ROOT
 
 GB = 10**9
@@ -71,13 +72,21 @@ def test_checkpoints_of_a_store_are_written_to_the_output_folder_first():
     assert checkpoint_folder(config) == Path("/large/toy")
 
 
-def test_what_stays_in_a_store_takes_no_disk():
+def test_checkpoints_in_a_store_take_no_disk_and_averages_do():
     config = load_config("tests/tools/toy.yaml")
     local = find_demand(config, Device.cpu, num_ranks=1, ranks_per_node=1)
     config.trainer.checkpoint_folder = "s3://bucket/toy"
     stored = find_demand(config, Device.cpu, num_ranks=1, ranks_per_node=1)
     assert local.storage_bytes is not None and local.storage_bytes > local.checkpoint_bytes
-    assert stored == replace(local, storage_bytes=None)
+    assert stored == replace(local, storage_bytes=0)
+    power = "algorithms.ema.power={relative_widths: [0.1, 0.2], snapshot_interval: 2ba, snapshot_precision: bf16}"
+    config = load_config("tests/tools/toy.yaml", [power])
+    local = find_demand(config, Device.cpu, num_ranks=1, ranks_per_node=1)
+    kept = plan_checkpoints(config, parameter_counts(config)).kept_bytes
+    averages = 3 * 2 * 2 * parameter_counts(config).trained  # At steps 4, 6 and 8.
+    assert kept is not None and local.storage_bytes == kept + averages
+    config.trainer.checkpoint_folder = "s3://bucket/toy"
+    assert find_demand(config, Device.cpu, num_ranks=1, ranks_per_node=1).storage_bytes == averages, "local copies"
 
 
 def test_each_rank_builds_the_model_and_reads_initial_weights_or_a_checkpoint_in_host_memory():
