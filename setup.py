@@ -46,7 +46,6 @@ EXTRAS = {
     "evaluation": [
         "choix>=0.4,<1",
         "flask>=3.1,<4",
-        "krippendorff>=0.8,<1",
         "torch-fidelity>=0.4,<0.5",
         "waitress>=3,<4",
     ],

@@ -56,7 +56,7 @@ class Trained:
     """Weights of a run, with its configuration.
 
     Raises:
-        DataError: weights are not finite. Images of such a model are black, and have a FID.
+        DataError: weights are NaN. Images of such a model are black, and have a FID.
     """
 
     path: Path
@@ -74,9 +74,9 @@ class Trained:
     """Identities of the frozen parts in training, as far as they are known."""
 
     def __post_init__(self) -> None:
-        if wrong := [name for name, value in self.weights.items() if not value.isfinite().all()]:
+        if wrong := [name for name, value in self.weights.items() if value.isnan().any()]:
             raise DataError(
-                f"{self.path}: {len(wrong)} of its weights, such as {wrong[0]}, are not finite: take an earlier one"
+                f"{self.path}: {len(wrong)} of its weights, such as {wrong[0]}, are NaN: take an earlier one"
             )
 
     def check_parts(self, found: Mapping[str, str]) -> None:
@@ -127,7 +127,7 @@ def read_trained(path: str | Path, *, weights: str = "raw", paths: FrozenPaths |
 
     Raises:
         ConfigurationError: there is no checkpoint, or it has ingredients that the user has not named.
-        DataError: it is damaged, holds no average, or its weights are not finite.
+        DataError: it is damaged, holds no average, or weights are NaN.
     """
     paths, file = paths or FrozenPaths(), Path(path).expanduser()
     is_average = file.suffix == AVERAGE_SUFFIX
@@ -169,7 +169,7 @@ def load_model(path: str | Path, *, weights: str = "raw", paths: FrozenPaths | N
     Raises:
         ConfigurationError: there is no checkpoint, or it does not fit; or VAE or text encoder are not those of its
             training.
-        DataError: it is damaged, holds no average, or its weights are not finite.
+        DataError: it is damaged, holds no average, or weights are NaN.
     """
     trained = read_trained(path, weights=weights, paths=paths)
     log.info("loading %s weights of %s", trained.label or "averaged", trained.path)

@@ -40,7 +40,7 @@ def main() -> None:
         model.to(device)
     page = build_page(
         models,
-        title=file.resolve().name,
+        title=next(iter(models.values())).name,
         max_side=arguments.max_side,
         max_steps=arguments.max_steps,
         max_images=arguments.max_images,

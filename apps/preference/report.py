@@ -175,10 +175,10 @@ def strengths(votes: pd.DataFrame, models: Sequence[str], question: str, seed: i
 
 def _reliability(votes: pd.DataFrame, question: str) -> list[dict[str, Any]]:
     pairs, repeats = (votes[votes["kind"] == kind.value] for kind in (ScreenKind.pair, ScreenKind.repeat))
-    # Chance agrees on one of the two models of a pair, not on one of all.
-    is_later = pairs[question] == pairs[["first", "second"]].max(axis=1)
-    answers = is_later.astype(int).where(pairs[question] != _TIE, _TIE)
-    alpha = krippendorff_alpha(pd.crosstab(pairs["pair"], answers).to_numpy())
+    models = pairs[["first", "second"]].agg(frozenset, axis=1)  # Chance agrees on one of the two.
+    alpha = krippendorff_alpha(
+        *(pd.crosstab(votes["pair"], votes[question]).to_numpy() for _, votes in pairs.groupby(models))
+    )
     num_shared = int((pairs["pair"].value_counts() > 1).sum())
     both = repeats.merge(pairs, on=["rater", "pair"], suffixes=("", "_before"))
     decided = pairs[pairs[question] != _TIE]

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 
 import choix
-import krippendorff
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse.csgraph import connected_components
@@ -54,19 +53,25 @@ def share_of_decided(sums: Array) -> Array:
     return shares[:, None]
 
 
-def krippendorff_alpha(counts: NDArray[np.int64]) -> float:
-    """Agreement between raters on nominal answers: 1 is full agreement, 0 agreement by chance.
+def krippendorff_alpha(*groups: NDArray[np.int64]) -> float:
+    """Agreement between raters on nominal answers (Krippendorff 2011): 1 is full agreement, 0 agreement by chance.
 
     Args:
-        counts: [U, answers], how often each answer was given; rows with a single answer do not count.
+        groups: counts [U, answers] of how often each answer was given, each with a chance of its own. Rows with a
+            single answer do not count.
 
     Returns:
-        Alpha; NaN if no row has two answers, or all answers are equal, so that chance agrees as well.
+        Alpha; NaN if no row has two answers, or all answers of each group are equal, so that chance agrees as well.
     """
-    shared = counts[counts.sum(axis=1) > 1]
-    if (shared.sum(axis=0) > 0).sum() < 2:
-        return math.nan
-    return float(krippendorff.alpha(value_counts=shared, level_of_measurement="nominal"))
+    observed = expected = 0.0
+    for counts in groups:
+        shared = counts[counts.sum(axis=1) > 1].astype(float)
+        if not shared.size:
+            continue
+        of_unit, of_answer = shared.sum(axis=1), shared.sum(axis=0)
+        observed += ((of_unit**2 - (shared**2).sum(axis=1)) / (of_unit - 1)).sum()
+        expected += (of_unit.sum() ** 2 - (of_answer**2).sum()) / (of_unit.sum() - 1)
+    return float(1 - observed / expected) if expected else math.nan
 
 
 def bradley_terry(wins: Array) -> Array:

@@ -36,7 +36,7 @@ from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.model_folders import PIPELINE_INDEX, load_pretrained
 from diffusion.models.networks import patch_size_of
 from diffusion.models.pretrained import SCHEDULE_KEYS, is_pipeline, module_identity, weights_identity
-from diffusion.models.sampling import choose_sampler, inference_scheduler, training_scheduler
+from diffusion.models.sampling import choose_sampler, inference_scheduler, to_pil, training_scheduler
 from diffusion.models.tokenizers import repair
 from diffusion.randomness import Purpose, normal
 
@@ -144,10 +144,13 @@ class CheckpointGenerator(Generator):
             guidance_scale=guidance_scale,
             latents=latents,
             batch_size=len(prompts),
+            output="tensor",
             progress=False,
         )
-        assert isinstance(images, list)
-        return images
+        assert isinstance(images, Tensor)
+        if not images.isfinite().all():
+            raise WeightsError("generated images are not finite: the weights are of no use")
+        return to_pil(images)
 
 
 class PipelineGenerator(Generator):

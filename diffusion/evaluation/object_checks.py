@@ -186,7 +186,7 @@ def is_shown(check: Check, found: Sequence[Detection], *, any_object: bool = Fal
 def relations(first: Detection, second: Detection) -> set[str]:
     """Position of the first object relative to the second: one relation, or two on a diagonal (as in GenEval).
 
-    Centres and sizes are in one unit, a side of a square image.
+    Centres and sizes are in units of the height of the image.
     """
     offset = first.x - second.x, first.y - second.y
     apart = (

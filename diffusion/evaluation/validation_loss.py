@@ -14,7 +14,7 @@ from diffusion.datasets.batch import BatchKey, num_samples
 from diffusion.datasets.loader import ValidationDataset, validation_dataset, validation_loader
 from diffusion.distributed import agree, is_first_rank, rank, world_size
 from diffusion.errors import ConfigurationError
-from diffusion.evaluation.generate import CheckpointGenerator, EvaluatedModel, Generator
+from diffusion.evaluation.generate import CheckpointGenerator, EvaluatedModel, Generator, WeightsError
 from diffusion.evaluation.protocol import VALIDATION_LOSS, VERSION, Number
 from diffusion.loading import load_config_of
 from diffusion.models.latent_diffusion import Batch, LatentDiffusion, squared_error
@@ -36,6 +36,7 @@ def validation_losses(evaluated: EvaluatedModel, generator: Generator) -> dict[s
     Raises:
         ConfigurationError: the model is no checkpoint of a run with validation data.
         DataError: the data is missing or damaged.
+        WeightsError: a loss is not finite.
     """
     if not isinstance(generator, CheckpointGenerator):
         raise ConfigurationError(
@@ -54,6 +55,8 @@ def validation_losses(evaluated: EvaluatedModel, generator: Generator) -> dict[s
         for batch in tqdm(loader, desc="validation loss", disable=not is_first_rank(), leave=False):
             outputs = model.eval_forward({key: value.to(generator.device) for key, value in batch.items()})
             error = squared_error(outputs).cpu()
+            if not error.isfinite().all():
+                raise WeightsError(f"{evaluated.path}: a validation loss is not finite; its weights are of no use")
             for metric in metrics.values():
                 metric.update(error, batch, outputs.draws.timesteps.cpu())
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from diffusion.errors import error_context
+from diffusion.errors import ConfigurationError, error_context
 from diffusion.models.model_folders import load_pretrained
 from diffusion.models.pretrained import freeze, module_identity
 
@@ -79,7 +79,9 @@ class VisionLanguageModel:
         tokenizer = self._processor.tokenizer
         ids = {form: tokenizer.encode(form, add_special_tokens=False) for form in forms(answer)}
         first = {tokens[0] for form, tokens in ids.items() if len(tokens) == 1 or not form.strip().isdigit()}
-        return sorted(token for token in first if tokenizer.decode([token]).strip())
+        if not (found := sorted(token for token in first if tokenizer.decode([token]).strip())):
+            raise ConfigurationError(f"answer {answer!r} has several tokens; write the number as a word")
+        return found
 
 
 def forms(answer: str) -> list[str]:

@@ -409,9 +409,14 @@ def format_budgets(budgets: Sequence[Budget], failures: Failures) -> str:
         "Tiers of storage": [_tier_row(run) for budget in budgets for run in budget.runs],
     }
     parts = [f"{title}\n{table}\n" for title, rows in tables.items() if (table := _table(rows))]
+    is_limited = any(run.fleet.host_seconds for budget in budgets for run in budget.runs)
+    host = (
+        "On a measured fleet,\n    a step takes at least the time in which the host queued one of the measured network."
+        if is_limited
+        else "The time\n    in which the host queues a step of this parallelism is not known, and not counted."
+    )
     notes = f"""Assumed
-  - Images per second at other resolutions and of other networks go by floating-point operations. On a measured fleet,
-    a step takes at least the time in which the host queued one of the measured network.
+  - Images per second at other resolutions and of other networks go by floating-point operations. {host}
   - Interval of checkpoints: for one failure in {failures.gpu_hours_between:,.0f} GPU-hours and stalls of \
 {failures.save_seconds:g} s.
   - Storage: data, kept checkpoints and stored averages, for the days of each run. Egress: of runs with data.remote,

@@ -44,8 +44,8 @@ ASSUMPTIONS = [
     f"microbatch: {CUDA_BYTES / 1e9:g} GB for CUDA, and at most {USABLE_MEMORY:.0%} of the memory.",
     "Checkpoints: 4 bytes of each weight and, for those that are trained, of each moment of the optimizer and of each "
     "started average.",
-    "Streams of several sizes: operations and stored bytes are means over them, or of the largest size where a "
-    "share is not known; memory is that of the largest.",
+    "Streams of several sizes: operations and stored bytes are means over them, or of the largest size where "
+    "shares or samples are not known; memory is that of the largest.",
     "Latents: one caption per image, without keys and what MDS adds; no validation data.",
     "Days: images over plan.images_per_second of the whole fleet; no restart, evaluation, checkpoint or idle time.",
 ]

@@ -65,8 +65,7 @@ def plan_tiers(
     num_nodes = math.ceil(num_ranks / config.plan.gpus_per_node)
     ranks_per_node = min(num_ranks, config.plan.gpus_per_node)
     counts = [stream.num_samples for stream in streams]
-    weights = [stream.share for stream in streams] if None in counts else counts
-    mean = mean_over_streams(config, weights, functools.partial(stored_bytes, config))
+    mean = mean_over_streams(config, counts, functools.partial(stored_bytes, config))
     sample = None if mean is None else round(mean)
     total = node = kept = again = fetched = None
     if sample is not None and num_samples is not None:
@@ -126,7 +125,7 @@ def _encoded_bytes(config: Config, size: ImageSize) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPlan:
-    """Bytes of checkpoints and of averages stored beside them. None: unknown, as an interval in epochs."""
+    """Bytes of checkpoints and of averages stored beside them. None: unknown, such as for an interval in epochs."""
 
     largest_bytes: int
     num_kept: int | None

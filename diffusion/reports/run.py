@@ -4,7 +4,7 @@ import datetime
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +184,7 @@ class Run:
 
     starts: list[Start]
     costs: list[StartCosts]
-    """Costs of the starts; none where costs.jsonl is missing."""
+    """Costs of the starts; none where costs.jsonl is missing, or lacks a start."""
 
     status: str
     num_steps: int
@@ -224,9 +224,9 @@ class Run:
     @property
     def dollars(self) -> float | None:
         """Price of the GPU-hours; None: unknown."""
-        if self.costs:
-            return total(self.costs).dollars
         price = self.config.plan.price_per_gpu_hour if self.config is not None else None
+        if self.costs:
+            return total([one if one.price is not None else replace(one, price=price) for one in self.costs]).dollars
         return self.gpu_hours * price if price is not None and self.starts else None
 
     @property
@@ -264,7 +264,7 @@ def read_run(folder: Path, first_step: int = 0) -> Run:
         curves=curves,
         num_damaged=num_damaged,
         starts=starts,
-        costs=read_costs(folder),
+        costs=costs if len(costs := read_costs(folder)) >= len(starts) else [],
         status=_status(folder, num_steps, num_planned, starts),
         num_steps=num_steps,
         num_planned=num_planned,

@@ -3,7 +3,12 @@
 import sys
 
 import pytest
+import torch
 
+from diffusion.checkpointing.find import resolve_checkpoint
+from diffusion.evaluation.config import SamplingConfig
+from diffusion.evaluation.generate import CheckpointGenerator, WeightsError, checkpoint_models, load_generator
+from diffusion.evaluation.validation_loss import validation_losses
 from diffusion.formats.run_folder import read_metrics
 from scripts import caption_use
 from tests.tools.evaluation_toys import evaluate_on, numbers
@@ -66,3 +71,18 @@ def test_caption_use_is_a_table_with_a_row_for_each_seed(outputs, capsys, monkey
     assert [row[0] for row in rows] == ["0", "1"]
     gains = [float(shuffled) - float(true) for _, true, shuffled in rows]
     assert float(gain[3]) == pytest.approx(sum(gains) / 2, abs=2e-5)
+
+
+def test_losses_and_images_that_are_not_finite_are_an_error(outputs):
+    """Of weights that are finite: images would be black, and have a FID."""
+    [model] = checkpoint_models(resolve_checkpoint(str(outputs[0])), ["raw"])
+    generator = load_generator(model, torch.device("cpu"))
+    assert isinstance(generator, CheckpointGenerator)
+    for parameter in generator.model.network.parameters():
+        parameter.data *= 1e30
+    with pytest.raises(WeightsError, match="not finite"):
+        validation_losses(model, generator)
+    side = generator.resolution // generator.vae_factor
+    noise = torch.ones(1, generator.num_channels, side, side)
+    with pytest.raises(WeightsError, match="not finite"):
+        generator.generate(["a"], noise, SamplingConfig(num_inference_steps=2), 1.0)

@@ -172,13 +172,13 @@ def check_output_space(folder: Path, demand: Demand) -> Verdict:
     what = f"{folder} has {size_text(free)} free, a checkpoint takes {size_text(demand.checkpoint_bytes)}"
     remedy = (
         "free space, choose another output_folder (or trainer.checkpoint_folder), or keep fewer "
-        "(trainer.keep_checkpoints)"
+        "(trainer.keep_checkpoints, algorithms.ema.power.snapshot_interval)"
     )
     if free < demand.checkpoint_bytes:
         return problem("output folder", what, remedy)
     needed = demand.storage_bytes
     if needed is not None and free < needed and free + file_bytes(folder) < needed:
-        return warning("output folder", f"{what} and all that stay {size_text(needed)}", remedy)
+        return warning("output folder", f"{what} and all that stay, with stored averages, {size_text(needed)}", remedy)
     return ok("output folder", what)
 
 

@@ -282,7 +282,7 @@ def test_streams_of_several_sizes_count_by_their_shares(tmp_path):
         assert plan.tiers.data_bytes == pytest.approx((plan.num_samples or 0) * (16_716 + stored * 49_152), rel=1e-4)
         assert plan.memory.activation_bytes == 16 * 935_036_928, "of the larger"
 
-    check(0.1, 0.1)
+    check(0.1, 1.0)  # A proportion says how often a stream is drawn, not how much of it is stored.
     for stream in streams:
         stream.proportion = None
     check(1.0, 1.0)
