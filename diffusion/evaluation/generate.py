@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 from transformers import CLIPTokenizer
 
 from diffusion.checkpointing.find import resolve_checkpoint
 from diffusion.checkpointing.layout import batch_of
 from diffusion.config.frozen import FrozenPaths
 from diffusion.config.model import Sampler
-from diffusion.distributed import barrier, is_first_rank, on_first_rank, rank, world_size
+from diffusion.distributed import map_on_ranks, on_first_rank
 from diffusion.ema.posthoc import AVERAGE_SUFFIX
 from diffusion.errors import ConfigurationError, DataError, UserError, explained_writes, first_line
 from diffusion.evaluation.config import SamplingConfig
@@ -359,16 +358,18 @@ def generate_images(
         return [start for start in starts if not all(file.is_file() for file in files[start : start + task.batch_size])]
 
     missing = on_first_rank(find_missing)
+
+    def generate(batch: int) -> None:
+        numbers = range(missing[batch], min(missing[batch] + task.batch_size, task.num_images))
+        texts = [task.prompts[task.prompt_of(number)].text for number in numbers]
+        latents = addressed_latents(task, numbers, shape, generator.device)
+        images = generator.generate(texts, latents, task.sampling, task.guidance_scale)
+        for number, image in zip(numbers, images, strict=True):
+            with explained_writes(files[number]), atomic_path(files[number], durable=False) as partial:
+                save_marked(image, partial, generator.mark, compress_level=1)
+
     with torch.no_grad():
-        for start in tqdm(missing[rank() :: world_size()], desc=label, disable=not is_first_rank(), leave=False):
-            numbers = range(start, min(start + task.batch_size, task.num_images))
-            texts = [task.prompts[task.prompt_of(number)].text for number in numbers]
-            latents = addressed_latents(task, numbers, shape, generator.device)
-            images = generator.generate(texts, latents, task.sampling, task.guidance_scale)
-            for number, image in zip(numbers, images, strict=True):
-                with explained_writes(files[number]), atomic_path(files[number], durable=False) as partial:
-                    save_marked(image, partial, generator.mark, compress_level=1)
-    barrier()
+        map_on_ranks(len(missing), generate, label)
 
     def list_images() -> None:
         rows = []

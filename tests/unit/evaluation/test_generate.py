@@ -32,6 +32,7 @@ from diffusion.evaluation.generate import (
     GenerationTask,
     Generator,
     PipelineGenerator,
+    WeightsError,
     addressed_latents,
     find_models,
     generate_images,
@@ -45,6 +46,7 @@ from diffusion.files import read_json, write_json
 from diffusion.formats.marks import Mark
 from diffusion.models import build_model
 from diffusion.models.latent_diffusion import LatentDiffusion
+from tests.integration.test_distributed import on_ranks
 from tests.tools.evaluation_toys import write_images
 from tests.tools.image_marks import read_mark
 from tests.tools.pipelines import write_model
@@ -299,3 +301,19 @@ def test_images_of_another_noise_schedule_are_another_task(tmp_path):
     del record["noise_schedule"]
     write_json(tmp_path / "images" / GENERATION, record)
     generate_images(generator, task, tmp_path / "images", "test")
+
+
+def test_an_image_that_fails_on_a_rank_ends_all_ranks(tmp_path):
+    """Of two images, rank 1 generates the second."""
+    generator = CheckpointGenerator(CASES["flow"](), CPU)
+    sampling = SamplingConfig(num_inference_steps=1, images_per_prompt=1)
+    prompts = [Prompt(text="a"), Prompt(text="b")]
+    task = GenerationTask(prompts=prompts, sampling=sampling, guidance_scale=1.0, batch_size=1)
+
+    def step(rank: int) -> None:
+        with torch.no_grad():
+            next(generator.model.network.parameters()).fill_(torch.nan if rank else 0)
+        generate_images(generator, task, tmp_path / "images", "test")
+
+    [(first, message), second] = on_ranks(tmp_path, step)
+    assert first is WeightsError and "rank 1 of 2" in message and second == (first, message)
