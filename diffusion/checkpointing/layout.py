@@ -31,9 +31,11 @@ def batch_of(checkpoint: Any) -> int:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """List all checkpoints of a run's `checkpoints` folder, complete or not, oldest first."""
-    if not file_mode(folder):
+    try:
+        paths = list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted((path for path in folder.iterdir() if batch_of(path) >= 0), key=lambda path: (batch_of(path), path))
+    return sorted((path for path in paths if batch_of(path) >= 0), key=lambda path: (batch_of(path), path))
 
 
 def is_half_written(path: Path) -> bool:

@@ -452,4 +452,4 @@ def _write_note(descriptor: int | None, failure: str | None) -> None:
     if descriptor is not None:
         with suppress(OSError):  # On a full disk the next process checks the shard again.
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps([time.time(), failure]).encode(), 0)
+            os.pwrite(descriptor, json.dumps([time.time(), failure]).encode(), 0)  # Earlier versions read the time.

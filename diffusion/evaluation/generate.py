@@ -268,7 +268,7 @@ def load_generator(model: EvaluatedModel, device: torch.device, paths: FrozenPat
 
     Raises:
         ConfigurationError: weights are missing, or do not fit.
-        WeightsError: the checkpoint is damaged, lacks the average, or its weights are not finite.
+        WeightsError: the checkpoint is damaged, lacks the average, or holds NaN.
     """
     if is_pipeline(model.path):
         return PipelineGenerator(Path(model.path), device)

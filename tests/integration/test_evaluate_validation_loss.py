@@ -74,7 +74,7 @@ def test_caption_use_is_a_table_with_a_row_for_each_seed(outputs, capsys, monkey
 
 
 def test_losses_and_images_that_are_not_finite_are_an_error(outputs):
-    """Of weights that are finite: images would be black, and have a FID."""
+    """The weights are finite; images would be black, and have a FID."""
     [model] = checkpoint_models(resolve_checkpoint(str(outputs[0])), ["raw"])
     generator = load_generator(model, torch.device("cpu"))
     assert isinstance(generator, CheckpointGenerator)

@@ -227,19 +227,19 @@ def test_a_signal_ends_the_checks_of_hosts(answer, tmp_path, monkeypatch, is_gro
         assert job.start()
     monkeypatch.setattr(job, "_check", lambda host: ["sh", "-c", f"touch {tmp_path}/asked; exec sleep 60"])
 
-    def tell() -> None:
+    def interrupt() -> None:
         while not (tmp_path / "asked").exists():
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    began, teller = time.monotonic(), threading.Thread(target=tell)
+    began, thread = time.monotonic(), threading.Thread(target=interrupt)
     supervisor = Supervisor(
         job.start, run, run / "beats", SupervisionConfig(), events, environment={}, interrupt=job.interrupt
     )
     supervisor.listen()
-    teller.start()
+    thread.start()
     assert job.could_grow() is False if is_growing else supervisor.run() == 75
-    teller.join()
+    thread.join()
     assert time.monotonic() - began < 30
     assert not is_growing or supervisor.run() == 75
     assert [event["event"] for event in read_events(run)][-1] == "stopped"

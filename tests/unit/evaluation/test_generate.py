@@ -304,7 +304,7 @@ def test_images_of_another_noise_schedule_are_another_task(tmp_path):
 
 
 def test_an_image_that_fails_on_a_rank_ends_all_ranks(tmp_path):
-    """Of two images, rank 1 generates the second."""
+    """Rank 1 generates the second of two images."""
     generator = CheckpointGenerator(CASES["flow"](), CPU)
     sampling = SamplingConfig(num_inference_steps=1, images_per_prompt=1)
     prompts = [Prompt(text="a"), Prompt(text="b")]
