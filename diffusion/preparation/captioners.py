@@ -1,13 +1,17 @@
-"""Captioner: an image-to-text model of transformers (BLIP, GIT, BLIP-2 ...) from a local folder.
+"""Captioner: an image-to-text model of transformers (Qwen-VL, SmolVLM, BLIP ...) from a local folder.
 
 captioner:
   path: diffusion.preparation.captioners.ImageToText
-  arguments: {folder: /models/blip-image-captioning-large}
-  mode: missing
+  arguments:
+    folder: /models/Qwen3-VL-4B-Instruct
+    prompt: [Describe this image in one sentence., Describe this image in detail.]
+    max_new_tokens: 200
+    precision: bf16
 """
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -18,12 +22,12 @@ from diffusion.preparation.plugins import load_model
 
 
 class ImageToText:
-    """Captions by greedy decoding or beam search: the same image gets the same caption."""
+    """Captions by greedy decoding or beam search: the same image gets the same captions."""
 
     def __init__(
         self,
         folder: str,
-        prompt: str | None = None,
+        prompt: str | Sequence[str] | None = None,
         max_new_tokens: int = 40,
         num_beams: int = 1,
         device: str | None = None,
@@ -33,8 +37,9 @@ class ImageToText:
 
         Args:
             folder: model, image processor and tokenizer as `save_pretrained` writes them, with safetensors.
-            prompt: beginning of each caption, such as `a photograph of`; it is part of the caption.
-            max_new_tokens: longest continuation, in tokens.
+            prompt: instruction for a model with a chat template; for others beginning of the caption, such as `a
+                photograph of`, and part of it. Each of several prompts gives a caption.
+            max_new_tokens: longest caption, in tokens, without the prompt.
             num_beams: beams; 1 is greedy decoding.
             device: `cpu`, `cuda`, `cuda:1`; None is the GPU of the worker, else the CPU.
             precision: of the weights: `fp32`, `bf16` or `fp16`.
@@ -60,14 +65,31 @@ class ImageToText:
             precision=precision,
             processor_file=processor,
         )
-        self._prompt = prompt
+        self._prompts = [prompt] if prompt is None or isinstance(prompt, str) else list(prompt)
+        self._chats = bool(getattr(self._processor, "chat_template", None))
+        if self._chats:
+            self._processor.tokenizer.padding_side = "left"  # An answer continues the last token.
         self._options = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "do_sample": False}
 
     @torch.inference_mode()
-    def __call__(self, images: Sequence[Image.Image], captions: Sequence[list[str]]) -> list[str]:
-        """Return a caption for each image; those of the source are ignored."""
-        texts = {} if self._prompt is None else {"text": [self._prompt] * len(images)}
-        inputs = self._processor(images=list(images), return_tensors="pt", **texts).to(self._model.device)
+    def __call__(self, images: Sequence[Image.Image], captions: Sequence[list[str]]) -> list[list[str]]:
+        """Return the captions of each image, one by each prompt; those of the source are ignored."""
+        by_prompt = [self._caption(images, prompt) for prompt in self._prompts]
+        return [list(texts) for texts in zip(*by_prompt, strict=True)]
+
+    def _caption(self, images: Sequence[Image.Image], prompt: str | None) -> list[str]:
+        arguments: dict[str, Any] = {"images": list(images)}
+        if self._chats:
+            content = [{"type": "image"}, {"type": "text", "text": prompt or "Describe this image."}]
+            chat = self._processor.apply_chat_template(
+                [{"role": "user", "content": content}], add_generation_prompt=True
+            )
+            arguments = {"images": [[image] for image in images], "text": [chat] * len(images), "padding": True}
+        elif prompt is not None:
+            arguments["text"] = [prompt] * len(images)
+        inputs = self._processor(**arguments, return_tensors="pt").to(self._model.device)
         inputs["pixel_values"] = inputs["pixel_values"].to(self._model.dtype)
         tokens = self._model.generate(**inputs, **self._options)
+        if self._chats:
+            tokens = tokens[:, inputs["input_ids"].shape[1] :]
         return [text.strip() for text in self._processor.batch_decode(tokens, skip_special_tokens=True)]

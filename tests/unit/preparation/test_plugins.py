@@ -19,6 +19,7 @@ from diffusion.preparation.plugins import (
     load_plugin,
     merge_captions,
 )
+from tests.tools.vision_language_models import write_vqa
 
 HERE = "tests.unit.preparation.test_plugins"
 RED, GREEN, WHITE = (
@@ -345,8 +346,9 @@ def test_captions_of_a_model_are_repeatable_and_do_not_depend_on_the_batch(blip)
     captions = captioner(images, [[]] * 5)
     assert captions == captioner(images, [[]] * 5)
     assert captions == [captioner([image], [[]])[0] for image in images]
-    assert len(set(captions)) > 1
-    assert all("[" not in caption for caption in captions)
+    texts = [text for (text,) in captions]
+    assert len(set(texts)) > 1
+    assert all("[" not in text for text in texts)
 
 
 def test_a_folder_of_transformers_4_has_the_same_captions(blip, tmp_path):
@@ -366,7 +368,31 @@ def test_a_prompt_begins_each_caption(blip):
     from diffusion.preparation.captioners import ImageToText
 
     captioner = ImageToText(str(blip), prompt="a photograph of", max_new_tokens=3, num_beams=2, device="cpu")
-    assert all(caption.startswith("a photograph of") for caption in captioner([RED, GREEN], [[], []]))
+    assert all(text.startswith("a photograph of") for (text,) in captioner([RED, GREEN], [[], []]))
+
+
+def test_a_chat_model_writes_a_caption_for_each_instruction(tmp_path):
+    """Images of several sizes, and so prompts of several lengths, in a batch as alone."""
+    from diffusion.preparation.captioners import ImageToText
+
+    folder = write_vqa(tmp_path / "vqa", seed=1)
+    captioner = ImageToText(str(folder), prompt=["Is there a star?", "How many?"], max_new_tokens=6, device="cpu")
+    sizes = [(28, 28), (60, 30), (30, 60)]
+    images = [Image.frombytes("RGB", size, random.Random(size[0]).randbytes(3 * size[0] * size[1])) for size in sizes]
+    captions = captioner(images, [[]] * 3)
+    assert [len(texts) for texts in captions] == [2, 2, 2]
+    assert captions == [captioner([image], [[]])[0] for image in images]
+    assert len({texts[0] for texts in captions}) > 1
+    assert all(short != long for short, long in captions)
+    assert not any("star?" in text or "assistant" in text for texts in captions for text in texts)
+
+
+def test_a_chat_model_is_asked_with_its_template(tmp_path):
+    """Its answer is a function of the last token of the prompt, which the template adds."""
+    from diffusion.preparation.captioners import ImageToText
+
+    folder = write_vqa(tmp_path / "vqa", {"two": 0.9})
+    assert ImageToText(str(folder), max_new_tokens=1, device="cpu")([RED, GREEN], [[], []]) == [["two"], ["two"]]
 
 
 def test_an_absent_captioner_is_told(tmp_path, blip):
