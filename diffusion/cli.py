@@ -28,7 +28,7 @@ def train_command(arguments: Sequence[str], *, say: Callable[[str], None]) -> No
     if options.config is None:
         parser.error("name the configuration of the run, such as yamls/phase1.yaml")
     config = load_config(
-        options.config, options.overrides, may_miss=is_location if options.dry_run else lambda key: False
+        options.config, options.overrides, may_lack=is_location if options.dry_run else lambda key: False
     )
     check(config, world_size=(config.plan.num_gpus if options.dry_run else None) or world_size())
     if options.dry_run:
@@ -49,7 +49,7 @@ def _parser(program: str, description: str) -> CommandParser:
 
 
 def _start_logging() -> None:
-    """Let rank 0 say what this package does; warnings, of libraries as well, come from all ranks."""
+    """Log what this package does on rank 0 only, and warnings, of libraries as well, on every rank."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("diffusion").setLevel(logging.INFO if is_first_rank() else logging.WARNING)
 

@@ -114,7 +114,7 @@ AUTOCAST_DTYPES = {Precision.amp_bf16: torch.bfloat16, Precision.amp_fp16: torch
 def train(config: Config, build: Callable[[Config, Device], ComposerModel] | None = None) -> Trainer:
     """Train as configured, or continue an earlier start of the same run; return the Trainer after the run.
 
-    `build` builds the model in place of `build_training_model`; its VAE and text encoder may be random.
+    `build` replaces `build_training_model`; VAE and text encoder may be random then.
 
     Raises:
         UserError: on every rank: the configuration, the data or the machine is at fault.
@@ -202,7 +202,7 @@ def start_ranks(config: Config) -> Device:
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """Make paths of frozen parts and of what a run writes absolute: other working directories are to find them."""
+    """Make paths of frozen parts and of outputs absolute, so that later commands find them from any directory."""
     config = copy.deepcopy(config)
     model = config.model
     sections: list[tuple[Any, str]] = [(model, "pretrained"), (model, "vae"), (model.text_encoder, "path")]
@@ -237,8 +237,8 @@ def record_config(folder: Path, config: Config, *, overwrite: bool = True) -> No
 def find_initial_weights(config: Config) -> Config:
     """Find the checkpoint to start from and verify its checksums, on the first rank of each node.
 
-    A run may write and remove checkpoints meanwhile, so that each search could find another one. A checkpoint in a
-    store is downloaded. To be called by all ranks.
+    The source run may still write and remove checkpoints, so that a search on each node could find another one. A
+    checkpoint in a store is downloaded. To be called by all ranks.
 
     Returns:
         The configuration with the path of the checkpoint on this node.
@@ -362,7 +362,7 @@ def prepare_frozen(config: Config, model: LatentDiffusion, device: Device) -> No
 
 
 def build_train_data(config: Config, files: Files | None = None) -> DataSpec:
-    """Open the training data of this rank; its manifests and marks may have been read."""
+    """Open the training data of this rank; `files` are its manifests and marks, None: read them."""
     if config.plugins.train_dataset is not None:
         return DataSpec(_plugin_loader(config), get_num_samples_in_batch=num_samples)
     loader = train_loader(
@@ -486,7 +486,7 @@ def build_trainer(
 
 
 def _drop_empty_scaler(checkpoint: dict[str, Any]) -> None:
-    """Drop the state of a gradient scaler that was off, as on a CPU: one that is on, as on a GPU, cannot load it."""
+    """Drop the empty state of a disabled GradScaler, as of a CPU: an enabled one does not load it."""
     if not any(checkpoint["state"].get("scaler", {}).values()):
         checkpoint["state"].pop("scaler", None)
 
@@ -555,7 +555,7 @@ def fit(trainer: Trainer, config: Config, folder: Path) -> None:
         raise
     except BaseException as error:
         for callback in trainer.state.callbacks:
-            if isinstance(callback, SaveCheckpoints) and callback.is_writing:  # Under the lease of the run.
+            if isinstance(callback, SaveCheckpoints) and callback.is_writing:  # The process must still hold the lease.
                 log.error("%s: %s; waiting for the checkpoint that is being written", type(error).__name__, error)
                 callback.close(trainer.state, trainer.logger)
         raise
@@ -564,7 +564,7 @@ def fit(trainer: Trainer, config: Config, folder: Path) -> None:
 
 
 def _close(trainer: Trainer) -> None:
-    """Close the Trainer and stop its loaders' workers; after an error they end with the process, behind its message."""
+    """Close the Trainer and stop its loaders' workers. After an error they end with the process instead."""
     trainer.close()
     state = trainer.state
     for loader in (state.train_dataloader, *(one.dataloader.dataloader for one in state.evaluators)):

@@ -1,8 +1,8 @@
-"""Composer's Trainer with fewer reads from the device, and the only use of its private parts.
+"""Composer's Trainer with fewer reads from the device. Only this file uses its private parts.
 
-A read from a GPU waits for all work before it. Composer makes eight in a step, one of them between the backward pass
-and the optimizer. One remains: the loss for the loggers, after the optimizer's step is queued. With `log_late` the host
-reads it one step later, when the next step is queued, so that the GPU always has work.
+A read from a GPU waits until the work before it is done. Composer reads eight times in a step, once between the
+backward pass and the optimizer. One read remains: the loss for the loggers, after the optimizer's step is queued. With
+`log_late` the host reads it one step later, when the next step is queued, so that the GPU always has work.
 """
 
 import datetime
@@ -120,7 +120,7 @@ class _Uncopied(dict[str, Any]):
 class HostSpeedMonitor(SpeedMonitor):
     """SpeedMonitor that multiplies the operations of this rank by the world size, without a sum on the device.
 
-    The model counts them in `batch_flops(batch)`; Composer's name for it, `flops_per_batch`, would start the sum.
+    The model counts them in `batch_flops(batch)`; by the name `flops_per_batch` Composer would sum over the ranks.
     """
 
     def batch_end(self, state: State, logger: Logger) -> None:

@@ -47,10 +47,10 @@ Schema = TypeVar("Schema")
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), *, may_miss: Callable[[str], bool] = lambda key: False
+    path: str | Path, overrides: Sequence[str] = (), *, may_lack: Callable[[str], bool] = lambda key: False
 ) -> Config:
     """Load the configuration of a run; arguments and errors as in `load_complete`."""
-    return load_complete(Config, path, overrides, may_miss=may_miss)
+    return load_complete(Config, path, overrides, may_lack=may_lack)
 
 
 def load_complete(
@@ -58,15 +58,15 @@ def load_complete(
     path: str | Path,
     overrides: Sequence[str] = (),
     *,
-    may_miss: Callable[[str], bool] = lambda key: False,
+    may_lack: Callable[[str], bool] = lambda key: False,
 ) -> Schema:
-    """Load a YAML file as `load` does into a dataclass that has all values but those of keys that `may_miss` one.
+    """Load a YAML file as `load` does into a dataclass whose values are all set, but for keys that `may_lack`.
 
     Raises:
         ConfigurationError: a file or an override is wrong, or a value is missing.
     """
     config = load(schema, path, overrides)
-    missing = {key: doc for key, doc in missing_keys(config).items() if not may_miss(key)}
+    missing = {key: doc for key, doc in missing_keys(config).items() if not may_lack(key)}
     if missing:
         listed = "; ".join(f"{key} ({doc.rstrip('.')})" if doc else key for key, doc in missing.items())
         raise ConfigurationError(

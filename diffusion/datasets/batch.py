@@ -117,7 +117,7 @@ def split_batch(batch: Mapping[str, Entry], size: float) -> list[dict[str, Tenso
 
     Args:
         batch: the entries of `BatchKey`; those that are lists hold tensors [G, ...] of one G.
-        size: samples of a microbatch, a whole number; for lists at most G counts, so that each rank has the same
+        size: samples of a microbatch, a whole number; at most G if entries are lists, so that each rank has the same
             number of microbatches, whatever groups it got.
 
     Returns:

@@ -105,7 +105,7 @@ class TextImageDataset(Dataset):
         self._required += ["text_embeddings", "pooled_text_embeddings"] if with_text_embeddings else []
         if score_names:
             self._required.append("scores" if tokenize is None else "metadata")
-        wanted = [*self._required, "placement" if tokenize is None else "key"]  # Where it is there.
+        wanted = [*self._required, "placement" if tokenize is None else "key"]  # The last if there.
         limit, files = None if cache_limit is None else CacheLimit(cache_limit), ShardFiles()
         self.streams = [
             StreamShards(location, hash_kind=hash_kind, limit=limit, meter=self.meter, columns=wanted, files=files)
@@ -448,7 +448,7 @@ class TrainingDataset(TextImageDataset):
 class Prefetcher:
     """Fetches the shards of a rank's next steps ahead, in a thread of the reading process.
 
-    A sample is a cache hit if its shard was there at the first look for it.
+    A sample is a cache hit if its shard was on this machine when it was first looked for.
     """
 
     def __init__(self, order: RankOrder, data: TextImageDataset) -> None:
@@ -526,7 +526,7 @@ class TrainingSteps(DistributedSampler):
         return self._data.order.num_steps
 
     def __iter__(self) -> Iterator[Position]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        epoch, first = self._data.begin_epoch()  # When the first position is asked for: torch makes iterators in vain.
+        epoch, first = self._data.begin_epoch()  # Here: torch makes iterators that it never advances.
         for step in range(first, len(self)):
             yield Position(epoch, step)
 

@@ -1,4 +1,4 @@
-"""Loaders: the batches of this rank in the global order of training, and validation data by index.
+"""Loaders: this rank's share of each global batch in training, and the validation batches of this rank.
 
 Shape letters: R ranks, B samples of a batch on one rank.
 """
@@ -49,7 +49,7 @@ class BatchLoader(DataLoader):
     """A DataLoader whose workers are forked, and their `UserError`s and timeouts arrive without a traceback."""
 
     def __init__(self, *arguments: Any, num_workers: int = 0, **options: Any) -> None:
-        context = "fork" if num_workers else None  # Python 3.14 would send them the data set.
+        context = "fork" if num_workers else None  # Python 3.14 would pickle the data set by default.
         super().__init__(*arguments, num_workers=num_workers, multiprocessing_context=context, **options)
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -182,7 +182,7 @@ class ValidationBatches(DistributedSampler):
 
     A batch holds samples of one stream. All ranks have the same number of batches, of the same sizes, since sharded
     models compute together; where samples do not suffice for that, batches are filled up with copies that are not
-    counted. Composer takes this for the sampler of a distributed data set, and finds no padding of its own in it.
+    counted. Composer requires a `DistributedSampler`, and drops samples beyond `total_size` as padding: there are none.
     """
 
     def __init__(self, data: ValidationDataset, *, batch_size: int, num_ranks: int, rank: int) -> None:

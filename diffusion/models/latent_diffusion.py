@@ -2,8 +2,8 @@
 
 The loss of a batch, in `LatentDiffusion.forward` and `loss`: latents x_0 from the VAE, noise and timesteps t from
 addressed random numbers, x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise, the network's prediction from x_t, t and the
-captions, and its mean squared error against noise, x_0, v or noise - x_0. Ingredients change each of these, or add
-terms to the loss.
+captions, and its mean squared error against noise, x_0, v or noise - x_0. Ingredients change the
+conditioning, the network's blocks or the error of a sample, or add terms to the loss.
 
 Shape letters: B batch, C channels, H W height and width of the latent, f pixels along a side of one of
 its positions, L tokens, D width of the text encoding.
@@ -77,7 +77,7 @@ class Draws(NamedTuple):
     """Random numbers and inputs of a forward pass."""
 
     sample: Tensor
-    """int64 [B], addresses of the samples."""
+    """int64 [B], addresses of the samples: stream, occurrence and index in one number (`sample_address`)."""
 
     step: Tensor
     """int64 [B], optimizer step."""
@@ -228,7 +228,7 @@ class LatentDiffusion(nn.Module):
         """Predict with the random numbers of training.
 
         Args:
-            batch: the entries of `BatchKey`. STEP is that of a loop of your own; without it the step is 0.
+            batch: the entries of `BatchKey`. The Trainer adds STEP, a loop of your own must; without it the step is 0.
         """
         if BatchKey.STEP not in batch:
             if torch.is_grad_enabled() and self.network.training:

@@ -107,7 +107,7 @@ def velocity(noised: Tensor, image: Tensor, timesteps: Tensor) -> Tensor:
     """Velocity noise - x_0 of rectified flow at timesteps [B] or [] from the image x_0 that a network gives.
 
     The loss of the velocity is then that of the image, divided by the squared noise rate. Below `MIN_NOISE_RATE` the
-    network learns not x_0, but what gives this velocity.
+    divisor is that rate, and the network learns the image that gives the right velocity, which is not x_0.
     """
     rate = (timesteps.float() / NUM_TIMESTEPS).clamp(min=MIN_NOISE_RATE).view(-1, 1, 1, 1)
     return (noised - image.float()) / rate

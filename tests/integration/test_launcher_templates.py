@@ -329,7 +329,7 @@ def test_a_pod_has_limits_and_can_write_to_home_and_tmp(pod):
 
 def resolved(arguments: list[str]) -> Config:
     """What run.py makes of its arguments."""
-    return load_config(ROOT / arguments[0], arguments[1:], may_miss=lambda key: True)
+    return load_config(ROOT / arguments[0], arguments[1:], may_lack=lambda key: True)
 
 
 def evaluations(pods: list[dict[str, Any]]) -> list[EvaluationConfig]:

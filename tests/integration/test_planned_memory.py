@@ -25,7 +25,7 @@ from diffusion.config.loading import load_config
 from tests.tools.rank_memory import count_rank_memory
 
 def count(phase, num_ranks, rank, *overrides):
-    config = load_config(f"yamls/phase{phase}.yaml", list(overrides), may_miss=is_location)
+    config = load_config(f"yamls/phase{phase}.yaml", list(overrides), may_lack=is_location)
     return asdict(count_rank_memory(config, num_ranks=num_ranks, rank=rank))
 
 counts = {f"{phase} {rank}": count(phase, 128, rank) for phase, rank in ((1, 0), (2, 0), (2, 127))}
@@ -37,7 +37,7 @@ counts["groups"] = count(1, 128, 0, *groups)
 lora = load_config("tests/tools/toy.yaml", ["model.lora={rank: 4}"])
 counts["lora"] = [asdict(count_rank_memory(lora, num_ranks=2, rank=rank)) for rank in range(2)]
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=128)
-settings = load_config("yamls/phase1.yaml", groups, may_miss=is_location).trainer
+settings = load_config("yamls/phase1.yaml", groups, may_lack=is_location).trainer
 mesh = _create_device_mesh(DeviceCPU(), fsdp_config(settings), None)
 counts["mesh"] = [list(mesh.mesh_dim_names), list(mesh.shape)]
 dist.destroy_process_group()
@@ -97,7 +97,7 @@ def test_groups_of_ranks_hold_the_model_once_each(counts):
 
 @pytest.mark.parametrize("phase", [1, 2])
 def test_the_plan_is_right_within_one_percent(counts, phase):
-    config = load_config(f"yamls/phase{phase}.yaml", ["plan.num_gpus=128"], may_miss=is_location)
+    config = load_config(f"yamls/phase{phase}.yaml", ["plan.num_gpus=128"], may_lack=is_location)
     _, shards_only, _ = plan_memory(config, ParameterCounts(NUM_PARAMETERS), 128).states
     for counted in (counts[name] for name in counts if name.startswith(f"{phase} ")):
         assert sum(counted.values()) == pytest.approx(shards_only.total, rel=0.03)

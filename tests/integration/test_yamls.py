@@ -130,7 +130,7 @@ def aspects(shapes, tmp_path_factory) -> Path:
 
 def overrides(yaml: str, shapes: Path, aspects: Path, output: Path, first: Path | None) -> list[str]:
     """Sizes and places for a YAML."""
-    config = load_config(yaml, may_miss=is_location)
+    config = load_config(yaml, may_lack=is_location)
     own = []
     if config.task.value == "autoencoder":
         data, streams = shapes / "prepared", "[{name: 32-64}, {name: 64-up}]"
@@ -242,7 +242,7 @@ def test_a_dry_run_plans_it(yaml, tmp_path):
     said: list[str] = []
     own = [f"model.text_encoder.path={write_language_model(tmp_path, 'qwen3')}"] if yaml == LANGUAGE else []
     train_command([yaml, *own, "--dry-run"], say=said.append)
-    config = load_config(yaml, may_miss=is_location)
+    config = load_config(yaml, may_lack=is_location)
     assert f"Plan of {config.run_name}\n" in said[-1]
     assert "<- chosen" in said[-1]
     if config.model.architecture is Architecture.stable_diffusion_xl:
@@ -282,7 +282,7 @@ def test_the_vae_is_saved_with_the_statistics_of_its_latents(runs, num, yaml):
 
 @pytest.mark.parametrize("name", FITTED)
 def test_the_microbatch_is_the_largest_that_fits_gpus_of_80_gb_with_a_tenth_to_spare(name):
-    config = load_config(f"yamls/{name}.yaml", may_miss=is_location)
+    config = load_config(f"yamls/{name}.yaml", may_lack=is_location)
     plan = plan_run(config, world_size=8)
     assert plan.memory.largest_microbatches is not None
     assert config.trainer.device_train_microbatch_size == plan.memory.largest_microbatches[80]
@@ -291,15 +291,15 @@ def test_the_microbatch_is_the_largest_that_fits_gpus_of_80_gb_with_a_tenth_to_s
 
 
 def test_the_small_recipe_fits_one_gpu_of_24_gb_with_a_tenth_to_spare():
-    config = load_config("yamls/small_256.yaml", may_miss=is_location)
+    config = load_config("yamls/small_256.yaml", may_lack=is_location)
     plan = plan_run(config, world_size=1)
     assert plan.memory.largest_microbatches is not None
     assert config.trainer.device_train_microbatch_size == plan.memory.largest_microbatches[24]
 
 
 def test_the_recipe_is_the_published_one():
-    may_miss = {"may_miss": is_location}
-    phase1, phase2 = (load_config(f"yamls/phase{number}.yaml", **may_miss) for number in (1, 2))
+    may_lack = {"may_lack": is_location}
+    phase1, phase2 = (load_config(f"yamls/phase{number}.yaml", **may_lack) for number in (1, 2))
     for config, resolution, duration in ((phase1, 256, "550000ba"), (phase2, 512, "850000ba")):
         assert (config.data.resolution, config.trainer.max_duration) == (resolution, duration)
         assert config.data.global_batch_size == 2048

@@ -252,7 +252,7 @@ def test_a_file_may_make_a_value_missing_again(write):
 
 
 def test_missing_values_may_be_allowed(write):
-    config = load_config(write(COMPLETE), ["data.local=???"], may_miss=lambda key: key == "data.local")
+    config = load_config(write(COMPLETE), ["data.local=???"], may_lack=lambda key: key == "data.local")
     assert list(missing_keys(config)) == ["data.local"]
     assert load(Config, write(COMPLETE), ["run_name=???"]).output_folder == "runs/${run_name}"
 

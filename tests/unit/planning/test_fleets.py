@@ -38,7 +38,7 @@ PUBLISHED = {8: (81.33, 31_230), 16: (40.42, 31_043), 32: (20.06, 30_805), 64: (
 
 
 def recipe(*overrides):
-    return [load_config(f"yamls/phase{phase}.yaml", list(overrides), may_miss=is_location) for phase in (1, 2)]
+    return [load_config(f"yamls/phase{phase}.yaml", list(overrides), may_lack=is_location) for phase in (1, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_days_and_cost_of_every_published_fleet(budgets):
 
 def test_a_fleet_without_a_price():
     """Two weeks of 1.8 steps of 2,048 images a second."""
-    config = load_config("yamls/phase1.yaml", ["trainer.max_duration=2177280ba"], may_miss=is_location)
+    config = load_config("yamls/phase1.yaml", ["trainer.max_duration=2177280ba"], may_lack=is_location)
     fleet = Fleet(name="128 A100", num_gpus=128, images_per_second={256: 1.8 * 2048})
     budget = make_budget([config], [fleet], failures=FAILURES)
     assert budget.plans[0].images_per_second == pytest.approx(3_686.4)
@@ -231,7 +231,7 @@ def test_a_step_is_not_shorter_than_the_host_needs():
     options = {**MEASURED, "architecture": Architecture.stable_diffusion_2}
     few, many = fleets_from_benchmark(path, [8, 128], **options)
     first, second, small = (
-        load_config(f"yamls/{name}.yaml", may_miss=is_location) for name in ("phase1", "phase2", "small_256")
+        load_config(f"yamls/{name}.yaml", may_lack=is_location) for name in ("phase1", "phase2", "small_256")
     )
     assert rate_for(many, first) == pytest.approx(2048 / 0.289, rel=0.02)
     assert rate_for(many, second) == pytest.approx(2048 / 0.289, rel=0.02)
@@ -272,7 +272,7 @@ def test_each_run_has_the_measured_rate_of_its_own_batch_and_architecture(tmp_pa
 
 
 def test_a_save_that_costs_nothing_is_made_each_step():
-    config = load_config("yamls/phase1.yaml", may_miss=is_location)
+    config = load_config("yamls/phase1.yaml", may_lack=is_location)
     run = plan_on(config, A100_FLEETS[0], failures=Failures(gpu_hours_between=1e4, save_seconds=0))
     assert run.save_interval_steps == 1
 

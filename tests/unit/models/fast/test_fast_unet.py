@@ -320,7 +320,7 @@ def test_compiles_without_breaks_and_once(traced, process_group, what):
 
 @pytest.mark.parametrize("name", ["phase3", "sdxl_1024"])
 def test_no_recipe_has_more_graphs_than_may_be_compiled(name):
-    config = load_config(f"yamls/{name}.yaml", may_miss=is_location)
+    config = load_config(f"yamls/{name}.yaml", may_lack=is_location)
     kinds = Counter(map(type, compilation.find_blocks(meta_parts(config.model)[0])))
     sizes = image_sizes(config.data.streams, config.data.resolution)
     assert len(sizes) * max(kinds.values()) <= compilation.MAX_GRAPHS
