@@ -99,7 +99,7 @@ def load_configs(words: Sequence[str], samples: Sequence[float] | None) -> list[
     files, overrides = [word for word in words if "=" not in word], [word for word in words if "=" in word]
     if samples is not None and len(samples) != len(files):
         raise ConfigurationError(f"--samples has {len(samples)} numbers for {len(files)} runs: give one for each")
-    configs = [load_config(file, overrides, may_miss=is_location) for file in files]
+    configs = [load_config(file, overrides, may_lack=is_location) for file in files]
     for config, number in zip(configs, samples or [], strict=samples is not None):
         config.plan.num_samples = int(number)
     for config in configs:

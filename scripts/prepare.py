@@ -93,7 +93,7 @@ def configuration(options: argparse.Namespace) -> PrepareConfig:
             key = "buckets.edges" if wrong[0] == "edges" else wrong[0]
             raise ConfigurationError(f"--{wrong[0].replace('_', '-')} and --config: write {key}=... instead")
         is_dry = options.dry_run is not None
-        return load_complete(PrepareConfig, options.config, options.words, may_miss=lambda key: is_dry and key == "out")
+        return load_complete(PrepareConfig, options.config, options.words, may_lack=lambda key: is_dry and key == "out")
     words = [*options.words, *(options.edges or ())]  # --edges takes all words after it.
     if keys := [word for word in words if re.match(r"[a-z_.]+=", word) and not Path(word).exists()]:
         raise ConfigurationError(f"{keys[0]}: key=value needs --config FILE; without it give options, such as --seed")

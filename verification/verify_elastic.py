@@ -57,7 +57,7 @@ def main(launcher: Callable[[int], list[str]] | None = None) -> None:
     from verification.runs import Recipe, compare, composer, format_table, make_data, run
     from verification.ways import covering_set, product, short_set
 
-    settings = load_config(arguments.yaml, arguments.overrides, may_miss=is_location).model
+    settings = load_config(arguments.yaml, arguments.overrides, may_lack=is_location).model
     out: Path = arguments.out.resolve()
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
