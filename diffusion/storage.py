@@ -10,6 +10,7 @@ Credentials are never part of a URI. S3 takes them from the profile of the AWS c
 else from where boto3 finds them; a public bucket needs none. Web servers take them from `~/.netrc`.
 """
 
+import datetime
 import errno
 import functools
 import itertools
@@ -653,7 +654,10 @@ def _s3_client(process: int, endpoint: str | None, profile: str | None, timeout:
     from boto3.session import Session
     from botocore import UNSIGNED
     from botocore.config import Config
+    from botocore.session import get_session
 
+    session = get_session()
+    session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=_timestamp)
     config = Config(
         connect_timeout=min(_CONNECT_SECONDS, timeout),
         read_timeout=timeout,
@@ -663,7 +667,16 @@ def _s3_client(process: int, endpoint: str | None, profile: str | None, timeout:
         response_checksum_validation="when_required",
         signature_version=None if signed else UNSIGNED,
     )
-    return Session(profile_name=profile).client("s3", endpoint_url=endpoint, config=config)
+    session = Session(botocore_session=session, profile_name=profile)
+    return session.client("s3", endpoint_url=endpoint, config=config)
+
+
+def _timestamp(text: Any) -> datetime.datetime:
+    """Parse the time of an answer; those of listings, which have many, without botocore's slow search for a format."""
+    from botocore.utils import parse_timestamp
+
+    is_listed = isinstance(text, str) and text.endswith("Z")
+    return datetime.datetime.fromisoformat(text) if is_listed else parse_timestamp(text)
 
 
 class _WebStore:

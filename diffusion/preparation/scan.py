@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -48,10 +48,10 @@ from diffusion.preparation.measures import (
     sharpness,
 )
 from diffusion.preparation.metadata import (
+    MetadataDatabase,
     as_pattern,
     key_hash,
     literal,
-    open_database,
     read_files,
     removal_hash,
     removed_row,
@@ -184,7 +184,8 @@ def scan_sources(
                 f"{storage.shown(config.out)} has no {SCAN}: it is of an earlier version, or damaged; choose another "
                 "folder, or delete this one"
             )
-        _run_missing(config.out, scan, workers, progress)
+        _run_missing(config.out, scan, file_numbers(storage.join(config.out, METADATA)), workers, progress)
+        done = {one.number for one in scan.partitions}
         scan = _add_partitions(config, replace(scan, sources=sources), workers, only=only)
     except OutdatedError as error:
         if not overwrite:
@@ -195,13 +196,12 @@ def scan_sources(
             protect_answers(config.out, "for other sources or settings of the scan")
         restore_answers(config.out, file_numbers(storage.join(config.out, METADATA)))
         clear(config.out)
+        done = set[int]()
         scan = _add_partitions(config, Scan(sources, [], settings), workers, listed)
     if not scan.partitions:
         raise NothingKeptError(f"there is no image in {', '.join(source.path for source in sources)}; correct sources")
-    _run_missing(config.out, scan, workers, progress)
+    _run_missing(config.out, scan, done, workers, progress)
     clear_folders(config.out, LISTINGS)
-    if scan.partitions[-1].generation:
-        _pack_known(config, scan)
     return scan
 
 
@@ -271,9 +271,8 @@ def changed_settings(there: Mapping[str, Any], given: Mapping[str, Any], prefix:
     return found
 
 
-def _run_missing(out: str, scan: Scan, workers: Workers, progress: bool) -> None:
-    """Scan the partitions that have no metadata yet."""
-    done = file_numbers(storage.join(out, METADATA))
+def _run_missing(out: str, scan: Scan, done: Collection[int], workers: Workers, progress: bool) -> None:
+    """Scan the partitions that are not among those with metadata."""
     missing = [one.number for one in scan.partitions if one.number not in done]
     if not missing:
         return
@@ -375,23 +374,23 @@ def _known_packs(out: str, scan: Scan, source: int) -> tuple[Packs, list[str]]:
     return Packs(out, f"files-{source}", list(map(repr, partitions))), names
 
 
-def _pack_known(config: PrepareConfig, scan: Scan) -> None:
-    """Pack the names of the files of each source."""
+def pack_known(out: str, scan: Scan, database: MetadataDatabase, generation: int) -> None:
+    """Pack the names of the files of each source, those of a generation anew: it may have grown meanwhile."""
     removed = literal(Reason.REMOVED.value)
-    with open_database(config.out, scan, scratch=config.scratch) as database:
-        for source in range(len(scan.sources)):
-            packs, names = _known_packs(config.out, scan, source)
-            if packs.stop == len(names):
-                continue
-            new = names[packs.stop :]
-            pack, taken = packs.next()
-            files = read_files(config.out, [*(one.name for one in taken), *new], database.folder)
-            database.write(
-                f"""SELECT file, max(version) AS version, if(bool_and(reason = {removed}), {removed}, '') AS reason
-                    FROM {files} GROUP BY file ORDER BY file""",
-                pack.name,
-            )
-            packs.add(pack)
+    for source in range(len(scan.sources)):
+        packs, names = _known_packs(out, scan, source)
+        packs.drop(sum(one.generation < generation for one in scan.partitions if one.source == source))
+        if packs.stop == len(names):
+            continue
+        new = names[packs.stop :]
+        pack, taken = packs.next()
+        files = read_files(out, [*(one.name for one in taken), *new], database.folder)
+        database.write(
+            f"""SELECT file, max(version) AS version, if(bool_and(reason = {removed}), {removed}, '') AS reason
+                FROM {files} GROUP BY file ORDER BY file""",
+            pack.name,
+        )
+        packs.add(pack)
 
 
 @contextmanager

@@ -49,12 +49,11 @@ from diffusion.preparation.packing import Packs
 from diffusion.preparation.plugins import determining
 from diffusion.preparation.records import NothingKeptError, Reason
 from diffusion.preparation.removed import Removed
+from diffusion.preparation.scan import Scan, pack_known
 from diffusion.storage import MissingFileError
 
 if TYPE_CHECKING:
     import duckdb
-
-    from diffusion.preparation.scan import Scan
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +143,7 @@ def check(config: PrepareConfig) -> None:
         parse_where(config.where)
 
 
-def select(out: str, config: PrepareConfig, scan: "Scan", *, finished: int = 0, progress: bool = False) -> Selection:
+def select(out: str, config: PrepareConfig, scan: Scan, *, finished: int = 0, progress: bool = False) -> Selection:
     """Select the images of each generation, unless that was done with the same settings, metadata and scores.
 
     Selections of the `finished` first generations, which are written, stay: takedowns find samples by them. Returned is
@@ -167,11 +166,13 @@ def select(out: str, config: PrepareConfig, scan: "Scan", *, finished: int = 0, 
                 earlier.append(found)
                 continue
         with open_database(out, scan, scratch=config.scratch) as database:
+            if generation:
+                pack_known(out, scan, database, generation)
             earlier.append(_select(out, config, database, earlier, identity, progress))
     return earlier[-1]
 
 
-def check_kept(out: str, config: PrepareConfig, scan: "Scan") -> None:
+def check_kept(out: str, config: PrepareConfig, scan: Scan) -> None:
     """Check that a selection from one generation keeps an image; nothing is written.
 
     Raises:
@@ -208,7 +209,8 @@ def read_selections(out: str, finished: int) -> list[Selection]:
 
 def write_finished(out: str, selections: Sequence[Selection]) -> None:
     """Write the selections of the finished generations as one file."""
-    storage.write_json(storage.join(out, PACKED_SELECTIONS), list(map(dataclasses.asdict, selections)))
+    encoded = json.dumps(selections, default=vars, allow_nan=False)  # `asdict` and `indent` take ten times as long.
+    storage.write(storage.join(out, PACKED_SELECTIONS), encoded.encode())
 
 
 def _parse_selection(uri: str, values: Any) -> Selection:
@@ -230,7 +232,7 @@ def _uri(out: str, name: str) -> str:
     return storage.join(out, SELECTION, name)
 
 
-def _check_scored(out: str, config: PrepareConfig, scan: "Scan") -> None:
+def _check_scored(out: str, config: PrepareConfig, scan: Scan) -> None:
     """Check that each configured column has all its parts: an image without a score would be rejected."""
     columns = [*([CAPTIONS] if config.captioner else []), *(scorer.column for scorer in config.scorers)]
     files = storage.list_files(storage.join(out, SCORES)) if columns else {}
@@ -241,7 +243,7 @@ def _check_scored(out: str, config: PrepareConfig, scan: "Scan") -> None:
         )
 
 
-def _identity(out: str, config: PrepareConfig, scan: "Scan", earlier: Sequence[Selection], generation: int) -> str:
+def _identity(out: str, config: PrepareConfig, scan: Scan, earlier: Sequence[Selection], generation: int) -> str:
     """Hash what determines a selection: settings, earlier selections, partitions, and the identities of the scores."""
     parts = [one for one in scan.partitions if one.generation <= generation]
     files = [(one.file, one.version, one.start, one.stop) for one in parts]
