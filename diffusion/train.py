@@ -75,7 +75,7 @@ from diffusion.distributed import (
 )
 from diffusion.errors import ConfigurationError, PreemptedError, error_context, explained_writes
 from diffusion.files import write_atomically
-from diffusion.formats.run_folder import CONFIG, STARTS
+from diffusion.formats.run_folder import CONFIG, FINISHED, STARTS
 from diffusion.loading import check_objective, read_initial
 from diffusion.models import fast
 from diffusion.models.architectures import ARCHITECTURES, build_vae, image_side_factor, num_text_tokens, with_seed
@@ -518,12 +518,13 @@ def build_optimizer(config: Config, model: ComposerModel) -> AdamW:
 
 def _build_scheduler(config: Config) -> ComposerScheduler:
     schedule = config.schedule
+    t_warmup = config.interval_of(schedule.warmup, "schedule.warmup")
     if schedule.decay == Decay.constant:
-        return ConstantWithWarmupScheduler(t_warmup=schedule.warmup)
+        return ConstantWithWarmupScheduler(t_warmup=t_warmup)
     if schedule.decay == Decay.linear:
-        return LinearWithWarmupScheduler(t_warmup=schedule.warmup, alpha_f=schedule.final)
+        return LinearWithWarmupScheduler(t_warmup=t_warmup, alpha_f=schedule.final)
     if schedule.decay == Decay.cosine:
-        return CosineAnnealingWithWarmupScheduler(t_warmup=schedule.warmup, alpha_f=schedule.final)
+        return CosineAnnealingWithWarmupScheduler(t_warmup=t_warmup, alpha_f=schedule.final)
     warmup = config.steps_of(schedule.warmup, "schedule.warmup")
     cooldown = config.steps_of(schedule.cooldown, "schedule.cooldown")
     assert warmup is not None and cooldown is not None
@@ -549,6 +550,8 @@ def fit(trainer: Trainer, config: Config, folder: Path) -> None:
         if has_ended(trainer):
             finish(trainer)
         else:
+            if is_first_rank():
+                (folder / FINISHED).unlink(missing_ok=True)  # Of a shorter run, or one whose checkpoints were removed.
             trainer.fit()
     except (PreemptedError, BudgetSpentError):
         _close(trainer)
@@ -559,8 +562,8 @@ def fit(trainer: Trainer, config: Config, folder: Path) -> None:
                 log.error("%s: %s; waiting for the checkpoint that is being written", type(error).__name__, error)
                 callback.close(trainer.state, trainer.logger)
         raise
-    mark_finished(folder, trainer.state.timestamp.batch.value)
     _close(trainer)
+    mark_finished(folder, trainer.state.timestamp.batch.value)
 
 
 def _close(trainer: Trainer) -> None:

@@ -99,12 +99,8 @@ class MetricsFile(LoggerDestination):
             if len(self._rows) == 1:
                 log.warning("%s cannot be written: %s. Its rows follow when there is room", self.path, error.strerror)
 
-    def fit_end(self, state: State, logger: Logger) -> None:
-        """Write the last row."""
-        self.flush()
-
     def close(self, state: State, logger: Logger) -> None:
-        """Write the last row of a run that ends early."""
+        """Write the last row; that of a whole run gets the last evaluation after the end of the training."""
         self.flush()
 
 

@@ -263,8 +263,11 @@ def check_changes(config: Config, checkpoint: Path, name: str) -> None:
     plugins = before.get("plugins", {}).get("train_dataset"), config.plugins.train_dataset
     if any(plugin is not None for plugin in plugins):  # This package's own data has a fingerprint of its order.
         refused.add(Effect.same_order)
-    if any(effect is Effect.same_averages for effect, _ in changes) and StoredState(checkpoint).keys(AVERAGES_PREFIX):
-        refused.add(Effect.same_averages)
+    if any(effect is Effect.same_averages for effect, _ in changes):
+        if StoredState(checkpoint).keys(AVERAGES_PREFIX):
+            refused.add(Effect.same_averages)
+        else:
+            _check_start_of_averages(config, batch_of(checkpoint), name)
     rejected = [
         (key, was, value)
         for effect, (key, was, value) in changes
@@ -284,6 +287,18 @@ def check_changes(config: Config, checkpoint: Path, name: str) -> None:
         log.warning("settings without effect on a resumption, which stay as in %s: %s", name, _list_changes(kept))
     if others := [change for effect, change in changes if effect is not Effect.kept]:
         log.info("settings that differ from %s: %s", name, _list_changes(others))
+
+
+def _check_start_of_averages(config: Config, step: int, name: str) -> None:
+    """Raise a ConfigurationError if averages were to begin at or before a step, and so would at the next instead."""
+    if (ema := config.algorithms.ema) is None:
+        return
+    start = _step_of(config, to_dict(config), ema.start, "algorithms.ema.start")
+    if start <= step:
+        raise ConfigurationError(
+            f"algorithms.ema.start={ema.start} is step {start} of this run, and {name} has no averages: set "
+            f"algorithms.ema.start={step + 1}ba or later"
+        )
 
 
 def _check_discriminator(config: Config, before: Mapping[str, Any], step: int, name: str) -> None:

@@ -264,7 +264,7 @@ class EMAConfig:
 
     start: str = time(MISSING, units="ba sp dur")
     """Time of their allocation as copies of the weights: `800000ba`, `0.94dur`. A resumption that would move
-    their step, as a longer run moves `0.94dur`, is refused."""
+    their step, as a longer run moves `0.94dur`, is refused, as are averages whose step has passed."""
 
     decays: list[float] = bounded([0.9999], min=0, below=1)
     """Exponential averages: decay of each per update."""

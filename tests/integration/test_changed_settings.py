@@ -202,11 +202,13 @@ NUM_STEPS = 8
 """An epoch of the toy data."""
 
 
-class KillAtEpochEnd(Callback):
-    """Kill the process at the end of the epoch, which is that of the run: after its last checkpoint, before its end."""
+class KillAtEnd(Callback):
+    """Kill the process after the last checkpoint: at the end of the run, or of the epoch if it comes first."""
 
     def epoch_end(self, state: State, logger: Logger) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+    fit_end = epoch_end
 
 
 @pytest.mark.world_size(2)
@@ -222,7 +224,7 @@ def test_samples_and_metrics_follow_after_a_kill(server, shapes, tmp_path):
     common += ["validation.streams=[{name: 32-64}, {name: 64-up}]", "model.vae=" + str(shapes / "vae")]
     toy = {name: ("tests/tools/toy.yaml", [f"output_folder={run}", *common]) for name, run in runs.items()}
     server.train(2, [toy["whole"]])
-    kill = "plugins.callbacks=[{path: tests.integration.test_changed_settings.KillAtEpochEnd}]"
+    kill = "plugins.callbacks=[{path: tests.integration.test_changed_settings.KillAtEnd}]"
     job = server.run(2, [(toy["killed"][0], [*toy["killed"][1], kill])])
     assert -9 in job.codes
     assert batch_of(resolve_checkpoint(str(runs["killed"]))) == NUM_STEPS
@@ -235,6 +237,9 @@ def test_samples_and_metrics_follow_after_a_kill(server, shapes, tmp_path):
     rows = {name: read_metrics(run / "metrics.jsonl") for name, run in runs.items()}
     for metric in (TRAIN_LOSS, "metrics/validation/loss"):
         assert series(rows["killed"], metric) == series(rows["whole"], metric)
+        assert [row["step"] for row in rows["whole"]] == [*range(NUM_STEPS + 1)], (
+            "the last evaluation in a row of its own"
+        )
     assert series(rows["whole"], "metrics/validation/loss")[0] == [5, NUM_STEPS]
 
     before = {path: path.stat().st_mtime_ns for path in runs["killed"].rglob("*.png")}
@@ -255,7 +260,10 @@ def test_the_vae_and_its_statistics_follow_after_a_kill(server, shapes, tmp_path
     server.train(1, [("yamls/tiny/autoencoder.yaml", overrides)])
     expected = {path.name: path.read_bytes() for path in (run / "vae").iterdir()}
     assert {"config.json", FINISHED} <= {*expected, *(path.name for path in run.iterdir())}
+    shutil.rmtree(run / "checkpoints")
+    kill = "plugins.callbacks=[{path: tests.integration.test_changed_settings.KillAtEnd}]"
+    job = server.run(1, [("yamls/tiny/autoencoder.yaml", [*overrides, kill])])
+    assert -9 in job.codes
     shutil.rmtree(run / "vae")
-    (run / FINISHED).unlink()
     server.train(1, [("yamls/tiny/autoencoder.yaml", overrides)])
     assert {path.name: path.read_bytes() for path in (run / "vae").iterdir()} == expected

@@ -99,14 +99,19 @@ def leaves() -> list[str]:
 
 def refused_keys(before: Any, now: Any, folder: Path, *callbacks: str) -> set[str]:
     """Return the keys that the resumption from a checkpoint with another configuration names as refused."""
-    states = {"RunRecord": {"config": to_public_yaml(from_dict(Config, before, "before"))}}
-    states |= {name: {"labels": "decay-0.9"} for name in callbacks}
-    torch.save({"state": {"callbacks": states}}, folder / "ep0-ba1.pt")
     try:
-        check_changes(from_dict(Config, now, "now"), folder / "ep0-ba1.pt", "it")
+        check(before, now, folder, *callbacks)
     except ConfigurationError as error:
         return set(re.findall(r"(?:settings: |; )([a-z0-9_.]+) \(was", str(error)))
     return set()
+
+
+def check(before: Any, now: Any, folder: Path, *callbacks: str) -> None:
+    """Compare a configuration with that of a checkpoint, which has the state of some callbacks."""
+    states = {"RunRecord": {"config": to_public_yaml(from_dict(Config, before, "before"))}}
+    states |= {name: {"labels": "decay-0.9"} for name in callbacks}
+    torch.save({"state": {"callbacks": states}}, folder / "ep0-ba1.pt")
+    check_changes(from_dict(Config, now, "now"), folder / "ep0-ba1.pt", "it")
 
 
 def test_ranks_on_a_cpu_compute_with_one_thread(monkeypatch):
@@ -155,6 +160,17 @@ def test_the_step_at_which_averages_began_stays_when_a_run_grows(tmp_path):
     )
     assert refused_keys(before, moved, tmp_path, "LateStartEMA") == {"algorithms.ema.start"}
     assert refused_keys(before, same, tmp_path, "LateStartEMA") == refused_keys(before, moved, tmp_path) == set()
+
+
+def test_averages_do_not_begin_late(tmp_path):
+    """Checkpoint ep0-ba1.pt without averages: a start at step 1 has passed."""
+    off, now, later = (
+        to_dict(load_config(TASKS[Task.diffusion], [f"algorithms.ema={ema}"]))
+        for ema in ("null", "{start: 1ba}", "{start: 2ba}")
+    )
+    with pytest.raises(ConfigurationError, match="start=2ba or later"):
+        check(off, now, tmp_path)
+    check(off, later, tmp_path)
 
 
 @pytest.mark.parametrize("folders", [("null", "new"), ("old", "null"), ("old", "new")])

@@ -20,7 +20,7 @@ def test_a_row_holds_everything_of_a_step(tmp_path):
     metrics.log_metrics({"lr": 0.5}, step=0)
     metrics.log_metrics({TRAIN_LOSS: 0.5}, step=1)
     assert read_metrics(metrics.path) == [{"step": 0, TRAIN_LOSS: 1.0, "lr": 0.5}]
-    metrics.fit_end(state_at(2), None)
+    metrics.close(state_at(2), None)
     assert series(read_metrics(metrics.path), TRAIN_LOSS) == ([0, 1], [1.0, 0.5])
 
 
