@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from diffusion.config.fields import bounded
+from diffusion.config.fields import MAX_SECONDS, bounded
 from diffusion.config.secrets import is_secret_name, redact
 from diffusion.errors import ConfigurationError, UnavailableError, similar_names
 
@@ -61,14 +61,14 @@ class ServerConfig:
     concurrency: int = bounded(32, min=1)
     """Requests at the same time, of each worker."""
 
-    timeout_seconds: float = bounded(120.0, above=0)
+    timeout_seconds: float = bounded(120.0, above=0, max=MAX_SECONDS)
     """Time for an answer, after which the request is repeated."""
 
     attempts: int = bounded(5, min=1)
     """Attempts for an image that gets no answer, or none that can be used, while the server answers others. Waiting
     for a server that is busy is no attempt."""
 
-    patience_seconds: float = bounded(300.0, above=0)
+    patience_seconds: float = bounded(300.0, above=0, max=MAX_SECONDS)
     """Time without any answer after which the command ends; started again, it continues."""
 
     dollars_per_million_prompt_tokens: float | None = bounded(None, min=0)

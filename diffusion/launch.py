@@ -102,12 +102,14 @@ def choose_device(given: str | None) -> str:
 class CommandParser(argparse.ArgumentParser):
     """An argument parser that raises `ConfigurationError`, so that each node prints a mistake once.
 
-    The description is printed as it is written. Arguments of type `float` are finite and not negative.
+    The description is printed as it is written. Arguments of type `float` are finite and not negative, those of type
+    `Path` are neither empty, which would be the working directory, nor URLs.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **options})
         self.register("type", float, number)
+        self.register("type", Path, local_path)
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing on every rank."""
@@ -137,9 +139,9 @@ def _argument(read: Callable[[str], T], words: str, holds: Callable[[T], bool]) 
         try:
             if holds(value := read(text)):
                 return value
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, RuntimeError):
             pass
-        raise argparse.ArgumentTypeError(f"{text} is no {words}")
+        raise argparse.ArgumentTypeError(f"{text or 'an empty text'} is no {words}")
 
     return parse
 
@@ -153,15 +155,22 @@ def _name_and_score(text: str) -> tuple[str, float]:
     return name, float(value)
 
 
+def _local_path(text: str) -> Path:
+    if not text.strip() or "://" in text:
+        raise ValueError(text)
+    return Path(text).expanduser()
+
+
 number = _argument(float, "number of at least 0", lambda value: 0 <= value < math.inf)
 positive_number = _argument(float, "number above 0", lambda value: 0 < value < math.inf)
 share = _argument(float, "share from 0 to 1", lambda value: 0 <= value <= 1)
 whole_number = _argument(int, "whole number of at least 0", lambda value: value >= 0)
 positive = _argument(int, "whole number of at least 1", lambda value: value >= 1)
 port = _argument(int, "port from 0 to 65535", lambda value: 0 <= value < 2**16)
-duration = _argument(_seconds, "time: give 90s, 30m, 2h or 1d", lambda value: 0 < value < math.inf)
+duration = _argument(_seconds, "time: give 90s, 30m, 2h or 1d", lambda value: 0 < value <= threading.TIMEOUT_MAX)
 named_score = _argument(_name_and_score, "score such as aesthetic=7", lambda score: math.isfinite(score[1]))
-existing_folder = _argument(lambda text: Path(text).expanduser(), "folder", Path.is_dir)
+local_path = _argument(_local_path, "path of this machine", lambda path: True)
+existing_folder = _argument(_local_path, "folder", Path.is_dir)
 """Types of arguments; `duration` is in seconds."""
 
 
@@ -180,7 +189,7 @@ class OutputFile(PosixPath):
 
 def output_file(text: str) -> Path:
     """Read a file to write, as the `type` of an argument; a MachineError, before any work, if that is not possible."""
-    path = OutputFile(text)
+    path = OutputFile(local_path(text))
     if is_first_rank():
         with explained_writes(text):
             path.parent.mkdir(parents=True, exist_ok=True)

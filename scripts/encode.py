@@ -28,11 +28,12 @@ from diffusion.distributed import (
     local_rank,
     local_world_size,
     num_cores,
+    on_first_rank,
     start_process_group,
     world_size,
 )
 from diffusion.errors import ConfigurationError, MachineError, raise_all
-from diffusion.launch import CommandParser, choose_device, end_process, positive, run_command
+from diffusion.launch import CommandParser, choose_device, end_process, positive, run_command, whole_number
 from diffusion.preparation.config import Engine, RayConfig
 
 if TYPE_CHECKING:
@@ -62,10 +63,10 @@ def parse() -> CommandParser:
                         "bytes per caption, 158 kB with stable_diffusion_2")  # fmt: skip
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of the forward passes; "
                         "bf16 equals training from images with trainer.precision=amp_bf16, fp32 with fp32")  # fmt: skip
-    parser.add_argument("--batch-size", type=int, default=32, help="images per forward pass")
+    parser.add_argument("--batch-size", type=positive, default=32, help="images per forward pass")
     parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda (one GPU per process) if available")
-    parser.add_argument("--workers", type=int, help="decoding processes per encoding process; default: one per "
-                        "core, at most 4")  # fmt: skip
+    parser.add_argument("--workers", type=whole_number, help="decoding processes per encoding process; default: one "
+                        "per core, at most 4")  # fmt: skip
     parser.add_argument("--processes", type=positive, help="encoding processes of this machine "
                         "(default: 1), or actors of --engine ray (default: all that fit); a GPU each")  # fmt: skip
     parser.add_argument("--engine", choices=[engine.value for engine in Engine], default=Engine.processes.value,
@@ -141,13 +142,14 @@ def main() -> None:
         raise ConfigurationError("--processes and --engine ray start processes: use them without a launcher")
     logging.basicConfig(level=logging.INFO if is_first_rank() else logging.WARNING, format="%(message)s")
 
-    from diffusion.preparation.encoding.encode import encode
+    from diffusion.preparation.encoding.encode import check_folders, encode
     from diffusion.preparation.engine import Workers
 
     num_local = number if by_workers and engine is Engine.processes else local_world_size()
     workers = Workers(engine=engine, number=number or num_cores(), ray=RayConfig(concurrency=number))
     device = device_of(options.device, workers, by_workers)
     start_process_group()
+    on_first_rank(lambda: check_folders(options.prepared, options.out, options.resolution))
     load_here = partial(load_models, config, options.text_embeddings)
     manifests = encode(
         options.prepared,

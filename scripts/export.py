@@ -47,7 +47,7 @@ def main() -> None:
 
     from diffusion.export import ExportLayout, Licences, export, push_to_hub
 
-    out, repository = arguments.out.expanduser(), arguments.push_to_hub
+    out, repository = arguments.out, arguments.push_to_hub
     export(
         arguments.checkpoint,
         out,

@@ -9,7 +9,7 @@ from urllib.parse import urlencode, urlsplit
 
 from diffusion.errors import ConfigurationError, MachineError, explained_writes
 from diffusion.files import write_atomically
-from diffusion.launch import LOOPBACK, CommandParser, output_file, port, positive, run_command, whole_number
+from diffusion.launch import LOOPBACK, CommandParser, output_file, port, positive, run_command, share, whole_number
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -51,7 +51,7 @@ def parse_arguments() -> argparse.Namespace:
     command.add_argument("votes", type=Path)
     command.add_argument("--out", type=Path, required=True, help="folder")
     command.add_argument(
-        "--max-failed", type=float, default=0.25, help="largest share of failed checks; 1: keep all raters"
+        "--max-failed", type=share, default=0.25, help="largest share of failed checks; 1: keep all raters"
     )
     command.add_argument("--seed", type=whole_number, default=17, help="seed of the bootstrap")
     command = commands.add_parser("export", help="all votes as CSV")

@@ -100,7 +100,7 @@ def _images_by_prompt(folder: Path, texts: Sequence[str]) -> dict[str, list[Path
         for image in listed:
             found.setdefault(image.prompt, []).append(image.path)
         return found
-    if not folder.exists():
+    if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")
     images = [path for path in folder.iterdir() if path.suffix.lower() in EXTENSIONS and path.stem != "grid"]
     images.sort(key=lambda path: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path.name)])

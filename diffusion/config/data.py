@@ -221,7 +221,7 @@ class DataConfig:
     download_attempts: int = bounded(8, min=1)
     """Attempts for each shard; the pauses between them grow from 0.5 s to 15 s."""
 
-    download_timeout: float = bounded(30.0, above=0)
+    download_timeout: float = bounded(30.0, above=0, max=MAX_SECONDS)
     """Seconds without a response from the store after which an attempt fails."""
 
     validate_hash: str | None = None

@@ -147,8 +147,8 @@ class LocationLimits:
         if not value.strip():
             return f"{key} is empty. Set a value, or remove the key."
         if self.local and "://" in value:
-            remote = f"{key.removesuffix('local')}remote"
-            return f"{key} is '{value}', but must be a local folder. Set {remote} to this URI, and {key} to a cache."
+            remote = f" Set {key.removesuffix('local')}remote to this URI, and {key} to a cache."
+            return f"{key} is '{value}', but must be a local folder.{remote if key.endswith('local') else ''}"
         return None
 
 
@@ -163,7 +163,7 @@ def time(default: Any, *, units: str = "ba sp ep dur", positive: bool = False) -
 
 
 def location(default: Any, *, local: bool = False) -> Any:
-    """Declare a field that says where data or weights are. A dry run does not need its value."""
+    """Declare a field that holds a path or URI. A dry run of training does not need its value."""
     return _checked(default, LocationLimits(local))
 
 

@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import dataclass, field, replace
 
-from diffusion.config.fields import location
+from diffusion.config.fields import check_sections, location
 from diffusion.config.model import ModelConfig
 from diffusion.errors import ConfigurationError
 
@@ -65,8 +65,10 @@ def add_model(parser: argparse.ArgumentParser, *, compares: bool = False, help_t
 
 
 def frozen_paths(arguments: argparse.Namespace) -> FrozenPaths:
-    """Read the options of `add_model`."""
+    """Read the options of `add_model`; an empty path is a ConfigurationError."""
     named = getattr(arguments, "ingredients", [])
-    return FrozenPaths(
+    paths = FrozenPaths(
         pretrained=arguments.pretrained, vae=arguments.vae, text_encoder=arguments.text_encoder, ingredients=named
     )
+    check_sections(paths)
+    return paths

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from diffusion.config.fields import bounded
+from diffusion.config.fields import MAX_SECONDS, bounded
 
 
 @dataclass(kw_only=True)
@@ -75,7 +75,7 @@ class SupervisionConfig:
     """Seconds before a restart after a start with a new step; doubled after each start without one. No pause after
     exit code 75."""
 
-    longest_pause: float = bounded(600.0, min=0)
+    longest_pause: float = bounded(600.0, min=0, max=MAX_SECONDS)
     """Maximum of seconds before a restart."""
 
     continue_preempted: bool = True

@@ -6,7 +6,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from diffusion.config.fields import MAX_SEED, bounded
+from diffusion.config.fields import MAX_SECONDS, MAX_SEED, bounded, location
 from diffusion.config.frozen import FrozenPaths
 from diffusion.config.model import NUM_TIMESTEPS, Sampler
 from diffusion.config.operations import PrometheusConfig
@@ -43,7 +43,7 @@ class ResizeFilter(str, Enum):
 class PromptsConfig:
     """Prompts of generated images."""
 
-    path: str = MISSING
+    path: str = location(MISSING)
     """A .tsv or .csv file with a column of prompts (PartiPrompts, DrawBench), a .jsonl or .json of objects (GenEval), a
     .txt file with one prompt per line, or the folder of a prepared data set, for the first caption of each image."""
 
@@ -61,7 +61,7 @@ class PromptsConfig:
 class ReferenceConfig:
     """Real images for comparison with generated ones."""
 
-    path: str = MISSING
+    path: str = location(MISSING)
     """Folder of images, or of a prepared data set (or one split or bucket of it)."""
 
     num: int | None = bounded(None, min=1)
@@ -75,27 +75,27 @@ class ReferenceConfig:
 class NetworksConfig:
     """Feature networks, with weights from local files, or CLIP models from the hub."""
 
-    inception: str | None = None
+    inception: str | None = location(None)
     """File `weights-inception-2015-12-05-6726825d.pth` of torch-fidelity, for FID and KID."""
 
     inception_replacement: Plugin | None = None
     """A user-defined network (`diffusion.evaluation.features.FeatureNetwork`) that replaces it; the metrics then have
     its name, not FID and KID."""
 
-    clip_fid: str = "openai/clip-vit-base-patch32"
+    clip_fid: str = location("openai/clip-vit-base-patch32")
     """Folder or hub name of the CLIP model of CLIP-FID (transformers, safetensors)."""
 
-    clip_score: str = "openai/clip-vit-base-patch32"
+    clip_score: str = location("openai/clip-vit-base-patch32")
     """CLIP model of the CLIP score."""
 
-    cmmd: str = "openai/clip-vit-large-patch14-336"
+    cmmd: str = location("openai/clip-vit-large-patch14-336")
     """CLIP model of CMMD."""
 
-    hpsv3: str | None = None
+    hpsv3: str | None = location(None)
     """Folder of the reward model of HPSv3: config.json, tokenizer and preprocessor files of Qwen2-VL-7B-Instruct,
     HPSv3.safetensors, and instruction.txt, the authors' instruction."""
 
-    vqa: str | None = None
+    vqa: str | None = location(None)
     """Folder of a vision-language model (transformers) that answers the questions of `dpg` and `geneval2`."""
 
     local_files_only: bool = False
@@ -106,11 +106,11 @@ class NetworksConfig:
 class CompositionalConfig:
     """Prompts of colours, counts and spatial relations; a detector checks their images."""
 
-    suite: str = MISSING
+    suite: str = location(MISSING)
     """A .jsonl file in GenEval's format, or the import path of a function that returns an
     `evaluation.object_checks.CheckSuite`."""
 
-    detector: str | None = None
+    detector: str | None = location(None)
     """Folder of an OWL-ViT or OWLv2 model (transformers); null: the detector that comes with the suite."""
 
     threshold: float = bounded(0.3, min=0, max=1)
@@ -124,7 +124,7 @@ class CompositionalConfig:
 class DpgConfig:
     """DPG-Bench: dense prompts; `networks.vqa` answers the yes-no questions about their images."""
 
-    path: str = MISSING
+    path: str = location(MISSING)
     """The benchmark's dpg_bench.csv."""
 
     images_per_prompt: int = bounded(4, min=1)
@@ -135,7 +135,7 @@ class DpgConfig:
 class GenEval2Config:
     """GenEval 2: compositional prompts; Soft-TIFA is the probability of the correct answers to `networks.vqa`."""
 
-    path: str = MISSING
+    path: str = location(MISSING)
     """The benchmark's geneval2_data.jsonl."""
 
     images_per_prompt: int = bounded(1, min=1)
@@ -221,7 +221,7 @@ class EvaluationLoggersConfig:
 class EvaluationConfig:
     """An evaluation."""
 
-    model: str | None = None
+    model: str | None = location(None)
     """A checkpoint, a run folder or its `checkpoints` folder (a path or s3://bucket/prefix), a file of averaged
     weights, or a folder of a pipeline in the diffusers layout."""
 
@@ -231,16 +231,16 @@ class EvaluationConfig:
     frozen: FrozenPaths = field(default_factory=FrozenPaths)
     """VAE and text encoder of the model, where they are not at the paths of its training."""
 
-    images: str | None = None
+    images: str | None = location(None)
     """A folder of images instead of a model; its `metadata.jsonl` has their prompts."""
 
     guidance_scales: list[float] = bounded([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], min=0)
     """Guidance scales to evaluate; of a pipeline from 1 on."""
 
-    output_folder: str = MISSING
+    output_folder: str = location(MISSING, local=True)
     """Folder of images, metrics and tables, shared by all nodes; the same command again continues."""
 
-    reference_cache: str | None = None
+    reference_cache: str | None = location(None, local=True)
     """Folder of the statistics of reference sets; null: `reference` in the output folder."""
 
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
@@ -260,13 +260,13 @@ class EvaluationConfig:
     watch: bool = False
     """Follow a run: evaluate each checkpoint once, until the run is finished."""
 
-    runs: list[str] = field(default_factory=list)
+    runs: list[str] = location([])
     """Runs to follow, in place of one `model`; the results of each are in a folder of its name in the output folder."""
 
     watch_forever: bool = False
     """Continue to watch a finished run, since it may be continued."""
 
-    poll_seconds: float = bounded(30.0, above=0)
+    poll_seconds: float = bounded(30.0, above=0, max=MAX_SECONDS)
     """Seconds between two checks for new checkpoints."""
 
     idle_seconds: float | None = bounded(None, min=0)
@@ -284,8 +284,8 @@ class EvaluationConfig:
             yield "Set either model=CHECKPOINT or images=FOLDER, or (with watch=true) runs=[RUN_FOLDER, ...]."
         if self.watch and self.images is not None:
             yield "watch is true without a run. Set model=RUN_FOLDER or model=s3://bucket/prefix, not images."
-        if not self.watch and (self.runs or self.watch_only):
-            yield "runs and watch_only are for watchers. Set watch=true."
+        if not self.watch and (self.runs or self.watch_only or self.watch_forever or self.idle_seconds is not None):
+            yield "runs, watch_only, watch_forever and idle_seconds are for watchers. Set watch=true."
         if len(set(map(run_label, self.runs))) != len(self.runs):
             yield f"runs is {self.runs}, with a repeated name of a folder. Evaluate these runs by separate watchers."
         compared = [metric.value for metric in protocol.metrics if metric in OF_REFERENCE]

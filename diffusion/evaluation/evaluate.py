@@ -79,9 +79,10 @@ def evaluate(config: EvaluationConfig) -> None:
             f"guidance_scales has {low}, but {config.model} is a pipeline, which has no guidance below 1: evaluate the "
             "run that it was exported from"
         )
+    # Each node downloads a checkpoint of a store, before networks are loaded.
+    models = broadcast(agree(lambda: find_models(str(config.model), config.weights)))
     evaluation = Evaluation(config=config)
-    # Each node downloads a checkpoint of a store.
-    for model in broadcast(agree(lambda: find_models(str(config.model), config.weights))):
+    for model in models:
         evaluation.evaluate(model)
 
 
@@ -103,9 +104,9 @@ class Evaluation:
 
         on_first_rank(make_folder)
         self.device = agree(lambda: rank_device(config.device))
+        self.prompts: list[Prompt] = agree(self._read_prompts)
         cache = Path(config.reference_cache or self.folder / "reference").expanduser()
         self.metrics = agree(lambda: Metrics(config=config, device=self.device, cache=cache))
-        self.prompts: list[Prompt] = agree(self._read_prompts)
         self.suites: dict[str, Suite[Any]] = agree(
             lambda: {suite.name: suite for suite in open_suites(protocol, self.device)}
         )

@@ -245,7 +245,7 @@ def find_models(source: str, weights: Sequence[str]) -> list[EvaluatedModel]:
     path = Path(source).expanduser()
     if is_pipeline(source):
         return [EvaluatedModel(name=path.resolve().name, path=str(path), step=None, weights="")]
-    if path.suffix == AVERAGE_SUFFIX:
+    if path.suffix == AVERAGE_SUFFIX and path.is_file():
         return [EvaluatedModel(name=path.stem, path=str(path), step=None, weights="")]
     return checkpoint_models(resolve_checkpoint(source), weights)
 

@@ -28,7 +28,7 @@ from diffusion.checkpointing.layout import CHECKPOINT_INDEX, batch_of, list_chec
 from diffusion.checkpointing.remote import READ_TIMEOUT, RemoteCheckpoints
 from diffusion.config.schema import Config
 from diffusion.distributed import barrier, is_first_rank, on_first_rank, start_process_group
-from diffusion.errors import DataError, MachineError, explained_writes
+from diffusion.errors import ConfigurationError, DataError, MachineError, explained_writes
 from diffusion.evaluation.config import EvaluationConfig, run_label
 from diffusion.evaluation.evaluate import Evaluation, write_table
 from diffusion.evaluation.generate import WeightsError, checkpoint_models
@@ -73,7 +73,6 @@ class Watcher:
 
     def __init__(self, config: EvaluationConfig) -> None:
         self.config = config
-        self.evaluation = None if config.watch_only else Evaluation(config=config)
         root, settings = Path(config.output_folder).expanduser(), None
         if not config.watch_only:
             settings = text_hash(repr((config.protocol, sorted(config.weights), sorted(config.guidance_scales))))
@@ -81,11 +80,19 @@ class Watcher:
             self.runs = [WatchedRun(config.model, root, settings)]
         else:
             self.runs = [WatchedRun(uri, root / run_label(uri), settings) for uri in config.runs]
+        on_first_rank(self._look_for_checkpoints)
+        self.evaluation = None if config.watch_only else Evaluation(config=config)
         self._loggers = [WatchLoggers(config, run) for run in self.runs]
         self._lease: Lease | None = None
         """Lease of the checkpoint that is being evaluated, on the first rank."""
 
         self._idle_since = time.monotonic()
+
+    def _look_for_checkpoints(self) -> None:
+        """Report mistyped runs before networks are loaded, which takes minutes."""
+        for run in self.runs:
+            if not list_complete(locate(run.uri)[1]):
+                log.info("%s has no checkpoints yet: waiting", run.uri)
 
     def run(self) -> None:
         """Evaluate until the runs are finished; with `watch_forever`, until the process ends."""
@@ -346,10 +353,15 @@ def locate(uri: str) -> tuple[Path | None, str]:
     """Find the folder of a run, if it is known, and the location of its checkpoints.
 
     The `trainer.checkpoint_folder` of a run folder is followed. A folder need not exist yet.
+
+    Raises:
+        ConfigurationError: it is a file, or a single checkpoint.
     """
+    path = Path(uri).expanduser()
+    if batch_of(path) >= 0 or path.is_file():
+        raise ConfigurationError(f"{uri} is a file or a checkpoint, and watch=true follows a run: give its folder")
     if is_url(uri):
         return None, uri
-    path = Path(uri).expanduser()
     run = path.parent if path.name == CHECKPOINTS else path
     return run, checkpoint_folder(run) or str(run / CHECKPOINTS)
 

@@ -10,9 +10,10 @@ from typing import Any
 from omegaconf import MISSING
 
 from diffusion.chat import ServerConfig
-from diffusion.config.fields import MAX_SEED, bounded
+from diffusion.config.fields import MAX_SECONDS, MAX_SEED, bounded, location
 from diffusion.config.secrets import redact
 from diffusion.config.training import Plugin
+from diffusion.errors import ConfigurationError
 
 STAGES = ("scan", "score", "select", "write")
 """Stages of a preparation, in their order."""
@@ -73,7 +74,7 @@ class BucketsConfig:
     upscale: bool = False
     """With aspect-ratio buckets: take images that are smaller than every bucket, too."""
 
-    min_samples: int | None = None
+    min_samples: int | None = bounded(None, min=1)
     """With aspect-ratio buckets: fewest training images of a bucket. Images of one that would hold fewer go to the
     nearest other bucket that they cover. Give `data.group_size` of training, or `data.global_batch_size` with
     `data.mixing: bucket`."""
@@ -291,7 +292,7 @@ class LimitsConfig:
     """Memory in MiB of the decoded image, at 4 bytes a pixel: 640 are 167 megapixels. A worker takes up to three times
     that; with transparency or a colour profile, five times; of an animated WebP, six times."""
 
-    max_decoding_seconds: int = bounded(120, min=1)
+    max_decoding_seconds: int = bounded(120, min=1, max=MAX_SECONDS)
     """CPU time of decoding the image; beyond it the worker is ended and the image rejected as `undecodable`. Likewise
     of reading it from its file, where the rest of the file or partition is rejected as `damaged_file`. It needs two
     `workers` or more, and not Ray. Choose it far above what sound images take on any of your machines."""
@@ -343,6 +344,8 @@ class SourceConfig:
     """Column of the captions in a table; null: the usual names."""
 
     def __post_init__(self) -> None:
+        if not self.path.strip():  # Else it would be the working directory.
+            raise ConfigurationError("sources: a path is empty. Give a folder, a file, a quoted pattern or a URL")
         self.path = os.path.expanduser(self.path)  # noqa: PTH111 - it may be a URL
 
 
@@ -354,7 +357,7 @@ class PrepareConfig:
     """Folders, tar and parquet files, quoted patterns of them, and the other kinds of sources; or mappings with the
     keys of `SourceConfig`: `path`, `image_column`, `caption_column`."""
 
-    out: str = MISSING
+    out: str = location(MISSING)
     """Folder to write: a path, or `s3://bucket/prefix`."""
 
     engine: Engine = Engine.processes
@@ -384,7 +387,7 @@ class PrepareConfig:
     """Images in MiB that are shuffled together: a worker holds so many in memory, or in `scratch`. It determines the
     order. Larger windows mix more partitions of the sources in each shard."""
 
-    scratch: str | None = None
+    scratch: str | None = location(None, local=True)
     """Folder of a fast disk for the images of a window; null: memory."""
 
     compression: str | None = None

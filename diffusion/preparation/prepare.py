@@ -91,7 +91,6 @@ def prepare(
         config = replace(config, out=str(Path(config.out).absolute()))  # Workers run elsewhere.
     out = config.out
     settings = _settings(config)
-    shard_format(settings).check()
     workers = Workers(engine=config.engine, number=config.workers or num_cores(), ray=config.ray)
     keys = set[str]() if removed is None else read_keys(removed)
     with claim(out, PreparedManifest.KIND):
@@ -141,6 +140,7 @@ def check_settings(config: PrepareConfig) -> None:
     check_sections(config)
     check_plugins(config)
     check_selection(config)
+    shard_format(vars(config)).check()
 
 
 def _settings(config: PrepareConfig) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 
 from diffusion import launch
 from diffusion.errors import ConfigurationError
-from diffusion.launch import CommandParser, named_score, positive_number
+from diffusion.launch import CommandParser, duration, named_score, positive_number
 from tests.tools.training_runs import ROOT
 
 
@@ -53,6 +53,29 @@ def test_a_file_to_write_that_is_another_argument_is_an_error(tmp_path, monkeypa
 def test_a_folder_of_evaluations_that_does_not_exist_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(ConfigurationError, match="argument --evaluations: "):
         run_script(monkeypatch, "report.py", tmp_path, "--evaluations", tmp_path / "absent")
+
+
+@pytest.mark.parametrize("path", ["", " ", "s3://bucket/prefix"])
+def test_what_is_written_to_a_path_of_this_machine_is_written_there(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    for name, *words in (
+        ("generate.py", "run", "--prompts", "x", "--out"),
+        ("export.py", "run"),
+        ("nearest.py", tmp_path, tmp_path, "--out"),
+        ("sweep.py", "sweep.yaml", "--out"),
+        ("preference.py", "report", "votes.sqlite", "--out"),
+        ("provenance.py", "run", "--out"),
+        ("runs.py", "prune"),
+    ):
+        with pytest.raises(ConfigurationError, match=r"argument (--)?(out|folders): "):
+            run_script(monkeypatch, name, *words, path)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_times_are_those_that_a_process_can_wait_for():
+    assert duration("2h") == 7200
+    with pytest.raises(argparse.ArgumentTypeError):
+        duration("1e10d")
 
 
 THREADS = "TORCHINDUCTOR_COMPILE_THREADS"

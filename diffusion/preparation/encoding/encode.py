@@ -95,8 +95,6 @@ def encode(
             be decoded.
         MachineError: `out` cannot be written to, or another process writes there; a worker died.
     """
-    if batch_size < 1 or num_workers < 0:
-        raise ConfigurationError("--batch-size must be at least 1 and --workers at least 0")
     prepared, out = _absolute(prepared), _absolute(out)
     settings = EncodingSettings(
         batch_size=batch_size,
@@ -120,6 +118,32 @@ def encode(
             _count(shards, plan, counters, progress)
         on_first_rank(lambda: _finish(prepared, plan.outputs, counters))
     return [output.manifest for output in plan.outputs]
+
+
+def check_folders(prepared: str, out: str, resolutions: Sequence[int]) -> None:
+    """Check, before networks are loaded, that there is prepared data, and that the output can be written to.
+
+    Raises:
+        UserError: as of `encode`.
+    """
+    prepared = _absolute(prepared)
+    PreparedManifest.read(prepared)
+    for uri in _output_folders(prepared, _absolute(out), resolutions):
+        with claim(uri):
+            pass
+
+
+def _output_folders(prepared: str, out: str, resolutions: Sequence[int]) -> list[str]:
+    """Return the folder of each data set; a ConfigurationError if it and the prepared data lie in one another."""
+    uris = [join(out, str(one)) for one in resolutions] if len(resolutions) > 1 else [out]
+    for uri in uris:
+        here, there = f"{resolved(uri)}/", f"{resolved(prepared)}/"
+        if here.startswith(there) or there.startswith(here):
+            raise ConfigurationError(
+                f"{shown(uri)} and the prepared data {shown(prepared)} lie in one another: choose "
+                "another folder to write"
+            )
+    return uris
 
 
 @dataclass(frozen=True)
@@ -184,14 +208,7 @@ def _plan_outputs(
     if squares and not resolutions:
         raise ConfigurationError(f"--resolution is missing: the images of {squares[0]} are cut to squares of it")
     outputs = []
-    for resolution in resolutions or [None]:
-        uri = join(out, str(resolution)) if len(resolutions) > 1 else out
-        here, there = f"{resolved(uri)}/", f"{resolved(prepared)}/"
-        if here.startswith(there) or there.startswith(here):
-            raise ConfigurationError(
-                f"{shown(uri)} and the prepared data {shown(prepared)} lie in one another: choose "
-                "another folder to write"
-            )
+    for resolution, uri in zip(resolutions or [None], _output_folders(prepared, out, resolutions), strict=True):
         chosen = {name for name in names if named_size(name) or (resolution and lowest_side(name) >= resolution)}
         if not chosen:
             raise DataError(

@@ -328,6 +328,11 @@ def test_legal_combinations(configuration, overrides):
         (["optimizer.eps=0"], 1, ["optimizer.eps is 0.0"]),
         (["seed=-1"], 1, ["seed is -1"]),
         (
+            ["data.download_timeout=1e30", "operations.supervision.longest_pause=1e30"],
+            1,
+            ["data.download_timeout is 1e+30", "operations.supervision.longest_pause is 1e+30"],
+        ),
+        (
             ["samples.seed=4294967296"],
             1,
             ["samples.seed is 4294967296, but must be between 0 and 4294901760."],

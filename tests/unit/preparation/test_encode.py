@@ -326,6 +326,10 @@ def test_means_only_and_encoded_data_that_does_not_fit_a_run(prepared: Path, tmp
         ),
         (["--architecture", "tiny", "--device", "foo"], MachineError, "--device foo"),
         (["--architecture", "tiny", "--device", "mps"], MachineError, "--device mps"),
+        (["--architecture", "tiny", "--vae", ""], ConfigurationError, "vae is empty"),
+        (["--architecture", "tiny", "--batch-size", "0"], ConfigurationError, "argument --batch-size: 0"),
+        (["--architecture", "tiny", "--workers", "-1"], ConfigurationError, "argument --workers: -1"),
+        (["--architecture", "tiny"], DataError, "prepared is not a data set"),
     ],
 )
 def test_what_cannot_encode_is_told_before_anything_is_loaded(
@@ -336,9 +340,13 @@ def test_what_cannot_encode_is_told_before_anything_is_loaded(
         command(str(tmp_path / "prepared"), str(tmp_path / "out"), *options, monkeypatch=monkeypatch)
 
 
-def test_an_output_that_cannot_be_written_to(prepared: Path) -> None:
+def test_an_output_that_cannot_be_written_to(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MachineError, match="/proc/zzz"):
         run(prepared, Path("/proc/zzz"))
+    monkeypatch.setattr("diffusion.models.load_frozen_parts", None)
+    for out, kind in (("/proc/zzz", MachineError), (str(prepared / "train"), ConfigurationError)):
+        with pytest.raises(kind, match=out):
+            command(str(prepared), out, "--architecture", "tiny", monkeypatch=monkeypatch)
 
 
 def command(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:

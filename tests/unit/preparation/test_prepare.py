@@ -798,9 +798,15 @@ def test_nothing_kept(tmp_path):
         ({"edges": [5, 4]}, ConfigurationError, "edges"),
         ({"where": "width >"}, ConfigurationError, "where"),
         ({"sources": ["none"]}, DataError, "none"),
+        ({"sources": [""]}, ConfigurationError, "sources"),
+        ({"sources": [{"path": " "}]}, ConfigurationError, "sources"),
+        ({"scratch": ""}, ConfigurationError, "scratch"),
+        ({"out": ""}, ConfigurationError, "out"),
+        ({"buckets": BucketsConfig(sizes=["32x32"], min_samples=-5)}, ConfigurationError, "min_samples"),
     ],
 )
-def test_wrong_arguments_write_nothing(tmp_path, options, error, message):
+def test_wrong_arguments_write_nothing(tmp_path, monkeypatch, options, error, message):
+    monkeypatch.chdir(tmp_path)
     write_folder(tmp_path / "set", 1)
     arguments = {"sources": [tmp_path / "set"], "out": tmp_path / "out", **options}
     with pytest.raises(error, match=message):

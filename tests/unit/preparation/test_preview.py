@@ -48,6 +48,13 @@ def test_few_images_do_not_make_a_bucket_too_small(tmp_path):
         preview(config(tmp_path, "a", buckets={"edges": [16], "min_samples": 100}), 5)
 
 
+@pytest.mark.parametrize("values", [{"compression": "foo"}, {"hashes": ["foo"]}])
+def test_shards_that_cannot_be_written_are_an_error(tmp_path, values):
+    write_folder(tmp_path / "a", 1)
+    with pytest.raises(ConfigurationError, match=f"{next(iter(values))}.*foo"):
+        preview(config(tmp_path, "a", **values), 5)
+
+
 def test_without_any_image(tmp_path):
     (tmp_path / "a").mkdir()
     with pytest.raises(DataError):

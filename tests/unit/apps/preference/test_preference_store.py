@@ -292,3 +292,11 @@ def test_numbers_below_0_are_no_numbers_of_a_study(tmp_path, monkeypatch):
     for command, option in ((serve, "--repeats"), (serve, "--checks"), (serve, "--port"), (report, "--seed")):
         with pytest.raises(ConfigurationError, match=f"argument {option}: "):
             run_script(monkeypatch, *command, f"{option}=-1")
+    with pytest.raises(ConfigurationError, match="argument --max-failed: 2"):
+        run_script(monkeypatch, *report, "--max-failed=2")
+
+
+def test_a_file_is_no_folder_of_images(tmp_path):
+    write_models(tmp_path)
+    with pytest.raises(DataError, match=r"prompts\.txt: no such folder"):
+        collect({MODELS[0]: tmp_path / MODELS[0], "file": tmp_path / "prompts.txt"}, tmp_path / "prompts.txt")
