@@ -74,7 +74,7 @@ class BucketsConfig:
     upscale: bool = False
     """With aspect-ratio buckets: take images that are smaller than every bucket, too."""
 
-    min_samples: int | None = bounded(None, min=1)
+    min_samples: int | None = bounded(None, min=0)
     """With aspect-ratio buckets: fewest training images of a bucket. Images of one that would hold fewer go to the
     nearest other bucket that they cover. Give `data.group_size` of training, or `data.global_batch_size` with
     `data.mixing: bucket`."""
