@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from diffusion import launch
+from diffusion.cli import train_command
 from diffusion.errors import ConfigurationError
 from diffusion.launch import CommandParser, named_score, positive_number
 from tests.tools.training_runs import ROOT
@@ -53,6 +54,19 @@ def test_a_file_to_write_that_is_another_argument_is_an_error(tmp_path, monkeypa
 def test_a_folder_of_evaluations_that_does_not_exist_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(ConfigurationError, match="argument --evaluations: "):
         run_script(monkeypatch, "report.py", tmp_path, "--evaluations", tmp_path / "absent")
+
+
+def test_a_path_of_an_unknown_user_is_named(tmp_path, monkeypatch):
+    said = []
+    toy = [str(ROOT / "tests/tools/toy.yaml"), "--dry-run", "trainer.checkpoint_folder=~no-such-user/checkpoints"]
+    assert launch.run_command(lambda: train_command(toy, say=said.append), say=said.append) == 2
+    report = [tmp_path, "--evaluations", "~no-such-user/evaluation"]
+    assert launch.run_command(lambda: run_script(monkeypatch, "report.py", *report), say=said.append) == 2
+    expected = "ConfigurationError: ~no-such-user/{}: there is no such user"
+    assert [message.split(",")[0] for message in said] == [
+        expected.format("checkpoints"),
+        expected.format("evaluation"),
+    ]
 
 
 THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
