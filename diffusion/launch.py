@@ -23,6 +23,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import metadata
@@ -139,7 +140,7 @@ def _argument(read: Callable[[str], T], words: str, holds: Callable[[T], bool]) 
         try:
             if holds(value := read(text)):
                 return value
-        except (ValueError, KeyError, RuntimeError):
+        except (ValueError, KeyError):
             pass
         raise argparse.ArgumentTypeError(f"{text or 'an empty text'} is no {words}")
 
@@ -204,7 +205,7 @@ def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to
     """Run a command, turn a `UserError` into one message, and return the exit code of this process.
 
     With a process group the process ends here, with that code. Exceptions that are no `UserError`, `PreemptedError` or
-    Ctrl-C pass.
+    Ctrl-C pass, but for a path of an unknown user.
     """
     if "GROUP_RANK" in os.environ:  # As torchrun names what Composer reads when it is imported.
         os.environ.setdefault("NODE_RANK", os.environ["GROUP_RANK"])
@@ -216,6 +217,7 @@ def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to
     except BaseException as error:
         # SIGTERM of the launcher, in answer to another rank, may come while an error of this rank is raised.
         cause = error.__context__ if isinstance(error, SystemExit) and error.__context__ is not None else error
+        cause = _explained(cause)
         code = exit_code(cause)
         if code == 1:
             raise
@@ -227,6 +229,15 @@ def run_command(main: Callable[[], None], *, say: Callable[[str], None] = say_to
 def compile_threads() -> int:
     """Number of processes in which a rank compiles kernels: its share of the node's cores, where torch takes all."""
     return max(1, min(MAX_COMPILE_THREADS, num_cores() // local_world_size()))
+
+
+def _explained(error: BaseException) -> BaseException:
+    """Return the error of `Path.expanduser` as one that names the path, and any other as it is."""
+    if not isinstance(error, RuntimeError) or str(error) != "Could not determine home directory.":
+        return error
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    path = frame.f_locals.get("self", "~")
+    return ConfigurationError(f"{path}: there is no such user, or, for ~ alone, no HOME. Write the path in full")
 
 
 def exit_code(error: BaseException | None) -> int:

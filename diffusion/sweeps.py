@@ -26,7 +26,7 @@ from diffusion.config.checks import check
 from diffusion.config.loading import leaves, load_config, read_yaml, to_dict, to_yaml
 from diffusion.config.schema import Config
 from diffusion.config.secrets import redact
-from diffusion.errors import ConfigurationError
+from diffusion.errors import ConfigurationError, similar_names
 from diffusion.files import open_lock
 from diffusion.formats.run_folder import FINISHED, TRAIN_LOSS, is_run, read_config
 from diffusion.operations.supervisor import split_command
@@ -82,6 +82,15 @@ def read_sweep(path: Path) -> Sweep:
     for name, (kind, words) in kinds.items():
         if name in sweep and not isinstance(sweep[name], kind):
             raise ConfigurationError(f"{path}: {name} is {sweep[name]!r}, and must be {words}")
+    keys = [*kinds, "method", "entity", "project", "description"]
+    for key, section, known in (("", sweep, keys), ("metric.", sweep["metric"], ["name", "goal"])):
+        for name in section.keys() - {*known}:
+            meant = " or ".join(key + one for one in similar_names(name, known))
+            remedy = f"did you mean {meant}?" if meant else f"here there are {', '.join(known)}"
+            raise ConfigurationError(f"{path}: unknown key {key}{name}: {remedy}")
+    for word in sweep.get("command", ()):
+        if not isinstance(word, str | int | float):
+            raise ConfigurationError(f"{path}: command has {word!r}, and must be a list of texts")
     if sweep.get("run_cap", 1) < 1:
         raise ConfigurationError(f"{path}: run_cap is {sweep['run_cap']}, and must be at least 1")
     if not sweep.get("parameters") or "${args_no_hyphens}" not in sweep.get("command", ()):

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> None:
     """Plan and print."""
     parser = build_parser()
     options = parser.parse_intermixed_args(list(arguments))
-    if not options.configs:
+    if all("=" in word for word in options.configs):
         parser.error("give the YAML of at least one run")
     of_measured = ("gpus", "price", "gpu_memory_gb", "network_gb")
     if options.measured is None and (given := [name for name in of_measured if getattr(options, name) is not None]):

@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="values of all points")
     parser.add_argument("--out", type=Path, default=Path("runs/sweeps"), help="parent of the folders of the sweeps")
     parser.add_argument(
-        "--launcher", default=sys.executable, help="${interpreter} in the command; default: this Python"
+        "--launcher", type=shlex.split, default=[sys.executable], help="${interpreter}; default: this Python"
     )
     parser.add_argument("--jobs", type=positive, default=1, help="simultaneous points; default: 1")
     parser.add_argument("--seed", type=int, default=17, help="of random sweeps")
@@ -40,8 +40,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     sweep = read_sweep(options.sweep)
     folder = options.out / sweep.get("name", options.sweep.stem)
-    launcher = shlex.split(options.launcher)
-    points = make_points(sweep, folder, interpreter=launcher, overrides=options.overrides, seed=options.seed)
+    points = make_points(sweep, folder, interpreter=options.launcher, overrides=options.overrides, seed=options.seed)
     failed = {} if options.table else run_points(points, num_jobs=options.jobs)
     table = result_table(points, sweep["metric"], failed)
     with explained_writes(folder):

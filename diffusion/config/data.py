@@ -345,11 +345,15 @@ def legal_world_sizes(global_batch_size: int, unit_size: int = 1) -> list[int]:
     return sorted({*small, *(units // size for size in small)})
 
 
-def microbatch_size(data: DataConfig, limit: int | None, world_size: int) -> int:
-    """Samples of a forward pass: the largest divisor, up to a limit, of a rank's batch or of a group.
+def microbatch_sizes(data: DataConfig, world_size: int) -> list[int]:
+    """Possible samples of a forward pass: the divisors of a rank's batch or of a group.
 
     The world size divides the batch.
     """
     share = max(1, data.global_batch_size // world_size)
-    divisors = legal_world_sizes(group_size(data) if data.mixing is Mixing.groups else share)
-    return max(size for size in divisors if limit is None or size <= limit)
+    return legal_world_sizes(group_size(data) if data.mixing is Mixing.groups else share)
+
+
+def microbatch_size(data: DataConfig, limit: int | None, world_size: int) -> int:
+    """Samples of a forward pass: the largest of `microbatch_sizes` up to a limit."""
+    return max(size for size in microbatch_sizes(data, world_size) if limit is None or size <= limit)

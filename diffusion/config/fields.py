@@ -107,14 +107,16 @@ class Limits:
 
     def problem(self, value: float, key: str) -> str | None:
         """Describe a violation, if there is one."""
+        is_finite = -math.inf < value < math.inf  # Also an integer of 400 digits.
         holds = (
-            -math.inf < value < math.inf  # Also an integer of 400 digits.
+            is_finite
             and (self.min is None or value >= self.min)
             and (self.max is None or value <= self.max)
             and (self.above is None or value > self.above)
             and (self.below is None or value < self.below)
         )
-        return None if holds else f"{key} is {value}, but must be {self}."
+        limits = str(self) if is_finite or str(self) == "finite" else f"finite, and {self}"
+        return None if holds else f"{key} is {value}, but must be {limits}."
 
 
 @dataclass(frozen=True)

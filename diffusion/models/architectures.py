@@ -43,6 +43,13 @@ FLOW_PREDICTION = "flow_prediction"
 
 CLIP_VOCABULARY = 49_408
 
+_COUNTS = (
+    *("in_channels", "out_channels", "latent_channels", "block_out_channels", "decoder_block_out_channels"),
+    *("patch_size", "bottleneck_size", "hidden_size", "context_in_dim", "cross_attention_dim", "depth"),
+    *("layers_per_block", "num_heads", "attention_head_dim", "norm_num_groups", "conv_in_kernel", "conv_out_kernel"),
+)
+"""Arguments of networks and VAEs that are a whole number of at least 1, or where a class takes it a list of them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ArchitectureSpec:
@@ -310,6 +317,7 @@ def vae_factor(config: ModelConfig) -> int:
 def side_factor(config: ModelConfig) -> int:
     """Both sides of an image in pixels are multiples of it: the VAE's factor, and the network's patches."""
     spec = ARCHITECTURES[config.architecture]
+    _check_arguments(NETWORKS[spec.component], config.network, "model.network")
     return vae_factor(config) * (spec.network | config.network).get("patch_size", 1)
 
 
@@ -397,14 +405,7 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
 
 def _build(kind: type[Built], arguments: Mapping[str, Any], changes: Mapping[str, Any], key: str) -> Built:
     """Build a network from the architecture's keyword arguments and the `changes` of a key of the configuration."""
-    parameters = inspect.signature(kind).parameters
-    problems = []
-    for name in changes:
-        if name not in parameters:
-            similar = similar_names(name, parameters)
-            remedy = f": did you mean {key}.{similar[0]}?" if similar else f". Its keys are {', '.join(parameters)}."
-            problems.append(f"Unknown key {key}.{name} (no argument of {kind.__name__}){remedy}")
-    raise_all(ConfigurationError, problems)
+    _check_arguments(kind, changes, key)
     try:
         return kind(**{**arguments, **changes})
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -414,3 +415,19 @@ def _build(kind: type[Built], arguments: Mapping[str, Any], changes: Mapping[str
             f"{key} is {dict(changes)}, which does not fit the other arguments of the architecture's "
             f"{kind.__name__}: {str(error).rstrip('.')}. Change or remove these keys."
         ) from error
+
+
+def _check_arguments(kind: type, changes: Mapping[str, Any], key: str) -> None:
+    """Raise a ConfigurationError for the unknown keys of `changes`, and for counts that no network can have."""
+    parameters = inspect.signature(kind).parameters
+    problems = []
+    for name, value in changes.items():
+        if name not in parameters:
+            similar = similar_names(name, parameters)
+            remedy = f": did you mean {key}.{similar[0]}?" if similar else f". Its keys are {', '.join(parameters)}."
+            problems.append(f"Unknown key {key}.{name} (no argument of {kind.__name__}){remedy}")
+        elif name in _COUNTS and not (value is None and parameters[name].default is None):
+            counts = value if isinstance(value, list | tuple) and parameters[name].annotation is not int else [value]
+            if any(type(count) is not int or count < 1 for count in counts):
+                problems.append(f"{key}.{name} is {value!r}, but must be whole and at least 1.")
+    raise_all(ConfigurationError, problems)

@@ -121,9 +121,10 @@ def _start(settings: PrometheusConfig, read: Callable[[], MetricValues]) -> Any:
                 raise
             log.warning("port %d is in use: metrics for Prometheus are at another one", settings.port)
             server, _ = start_http_server(0, settings.address, registry)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # The second of a name with an empty or too long label.
+        reason = getattr(error, "strerror", None) or error
         raise MachineError(
-            f"metrics for Prometheus cannot be served at {settings.address}:{settings.port}: {error.strerror}. Choose "
-            "another prometheus.address or prometheus.port"
+            f"metrics for Prometheus cannot be served at {settings.address}:{settings.port}: {reason}. Choose another "
+            "prometheus.address or prometheus.port"
         ) from error
     return server

@@ -16,7 +16,7 @@ import yaml
 from diffusers.models.transformers.transformer_prx import PRXAttention, apply_rope
 from torch import Tensor, nn
 
-from diffusion.config.data import ImageSize, image_sizes, microbatch_size
+from diffusion.config.data import ImageSize, image_sizes, microbatch_size, microbatch_sizes
 from diffusion.config.loading import from_dict, to_yaml
 from diffusion.config.model import Compilation, ModelConfig
 from diffusion.config.schema import Config, Task
@@ -138,8 +138,7 @@ def plan_memory(config: Config, counts: ParameterCounts, num_ranks: int) -> Memo
 
     largest = None
     if activations is not None:
-        limits = range(1, int(share) + 1)
-        needed = {size: gpu_bytes(size) for size in {microbatch_size(config.data, one, num_ranks) for one in limits}}
+        needed = {size: gpu_bytes(size) for size in microbatch_sizes(config.data, num_ranks) if size <= share}
         memories: set[float] = {*GPU_MEMORY_GB}
         if config.plan.gpu_memory_gb is not None:
             memories.add(config.plan.gpu_memory_gb)

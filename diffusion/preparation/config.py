@@ -429,5 +429,7 @@ class PrepareConfig:
 
     def problems(self, key: str) -> Iterator[str]:
         """Describe what is wrong on this machine."""
+        if self.out is not None and self.out.startswith("~"):
+            yield f"out is {self.out}, but there is no such user. Write the path in full."
         if self.scratch is not None and not Path(self.scratch).is_dir():
             yield f"scratch is {self.scratch}, but there is no such folder. Make it, or choose another one."

@@ -175,7 +175,7 @@ def test_a_port_in_use_is_replaced_by_a_free_one():
     assert scrape(first) == {}
 
 
-@pytest.mark.parametrize("address", ["192.0.2.1", "no.such.host.invalid"])
+@pytest.mark.parametrize("address", ["192.0.2.1", "no.such.host.invalid", "10.0.0..1", "a" * 64])
 def test_an_address_of_another_machine_is_the_user_s_mistake(address):
     with pytest.raises(MachineError, match=address), served(PrometheusConfig(port=0, address=address), dict):
         pass

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from diffusion import launch
+from diffusion.cli import train_command
 from diffusion.errors import ConfigurationError
 from diffusion.launch import CommandParser, duration, named_score, positive_number
 from tests.tools.training_runs import ROOT
@@ -76,6 +77,19 @@ def test_times_are_those_that_a_process_can_wait_for():
     assert duration("2h") == 7200
     with pytest.raises(argparse.ArgumentTypeError):
         duration("1e10d")
+
+
+def test_a_path_of_an_unknown_user_is_named(tmp_path, monkeypatch):
+    said = []
+    toy = [str(ROOT / "tests/tools/toy.yaml"), "--dry-run", "trainer.checkpoint_folder=~no-such-user/checkpoints"]
+    assert launch.run_command(lambda: train_command(toy, say=said.append), say=said.append) == 2
+    report = [tmp_path, "--evaluations", "~no-such-user/evaluation"]
+    assert launch.run_command(lambda: run_script(monkeypatch, "report.py", *report), say=said.append) == 2
+    expected = "ConfigurationError: ~no-such-user/{}: there is no such user"
+    assert [message.split(",")[0] for message in said] == [
+        expected.format("checkpoints"),
+        expected.format("evaluation"),
+    ]
 
 
 THREADS = "TORCHINDUCTOR_COMPILE_THREADS"

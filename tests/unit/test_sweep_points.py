@@ -1,3 +1,4 @@
+import runpy
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,9 @@ def test_a_point_that_another_version_began_is_continued(tmp_path):
         ("parameters: {overrides: {values: [3]}}\n", "overrides="),
         ("metric: loss\nparameters: {seed: {values: [1]}}\n", "metric"),
         ("metric: {goal: maximise}\nparameters: {seed: {values: [1]}}\n", "maximise"),
+        ("metric: {gaol: maximize}\nparameters: {seed: {values: [1]}}\n", "metric.goal"),
+        ("metric: {name: loss, target: 0.1}\nparameters: {seed: {values: [1]}}\n", "metric.target"),
+        ("parameters: {seed: {values: [1]}}\nparamters: {optimizer.lr: {values: [1]}}\n", "parameters"),
         ("parameters: {seed: [1, 2]}\n", "parameters.seed"),
         ("method: random\nrun_cap: 2.5\nparameters: {seed: {min: 1, max: 3}}\n", "run_cap"),
         ("method: random\nrun_cap: 0\nparameters: {seed: {min: 1, max: 3}}\n", "run_cap"),
@@ -155,6 +159,17 @@ def test_a_command_must_pass_the_parameters_on(tmp_path):
     path.write_text(yaml.safe_dump({"parameters": {"seed": {"values": [1]}}, "command": ["run.py"]}))
     with pytest.raises(ConfigurationError, match="args_no_hyphens"):
         read_sweep(path)
+    for wrong in ("[--verbose]", "{--jobs: 2}"):
+        path.write_text("parameters: {seed: {values: [1]}}\n" + COMMAND.replace("'${program}'", wrong))
+        with pytest.raises(ConfigurationError, match="--"):
+            read_sweep(path)
+
+
+def test_a_launcher_whose_quotes_are_open_is_an_error(tmp_path, monkeypatch):
+    main = runpy.run_path("scripts/sweep.py")["main"]
+    monkeypatch.setattr("sys.argv", ["sweep.py", str(tmp_path / "sweep.yaml"), "--launcher", '"srun'])
+    with pytest.raises(ConfigurationError, match="--launcher"):
+        main()
 
 
 def test_names_and_values_arrive_as_they_are(tmp_path):

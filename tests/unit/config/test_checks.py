@@ -292,6 +292,8 @@ def test_legal_combinations(configuration, overrides):
         (["trainer.reduce_precision=fp16"], 1, ["trainer.reduce_precision is fp16", "trainer.precision amp_bf16"]),
         (["samples.scores={a: .nan}"], 1, ["samples.scores.a is nan"]),
         (["objective.flow.logit_mean=.inf"], 1, ["objective.flow.logit_mean is inf, but must be finite"]),
+        (["trainer.dist_timeout=.inf"], 1, ["trainer.dist_timeout is inf, but must be finite"]),
+        (["operations.supervision={hang_floor: .nan}"], 1, ["supervision.hang_floor is nan, but must be finite"]),
         (
             ["model.score_conditioning={columns: [{name: a, mean: -.inf}]}"],
             1,

@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 
@@ -7,7 +8,7 @@ import torch
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.errors import ConfigurationError
 from diffusion.models import count_parameters
-from diffusion.models.architectures import ARCHITECTURES, STABLE_DIFFUSION_2, build_network, build_vae
+from diffusion.models.architectures import ARCHITECTURES, STABLE_DIFFUSION_2, build_network, build_vae, side_factor
 
 
 def test_stable_diffusion_2_has_exactly_the_published_parameters():
@@ -42,10 +43,10 @@ def test_transformers_in_three_sizes(architecture, millions):
             {"block_out_chanels": [16, 32], "foo": 1},
             ["model.network.block_out_chanels", "model.network.block_out_channels?", "model.network.foo"],
         ),
-        ({"block_out_channels": None}, ["model.network", "{'block_out_channels': None}"]),
+        ({"block_out_channels": None}, ["model.network.block_out_channels is None"]),
         ({"block_out_channels": [16]}, ["model.network", "{'block_out_channels': [16]}"]),
         ({"norm_num_groups": 5}, ["model.network", "{'norm_num_groups': 5}"]),
-        ({"norm_num_groups": 0}, ["model.network", "{'norm_num_groups': 0}"]),
+        ({"norm_num_groups": 0}, ["model.network.norm_num_groups is 0"]),
         ({"down_block_types": ["Absent", "DownBlock2D"]}, ["model.network", "Absent"]),
     ],
 )
@@ -53,6 +54,28 @@ def test_errors_in_changes_name_their_keys(changes, named):
     with pytest.raises(ConfigurationError) as caught, torch.device("meta"):
         build_network(ModelConfig(architecture=Architecture.tiny, network=changes))
     assert all(name in str(caught.value) for name in named)
+
+
+@pytest.mark.parametrize("value", [0, -4, 2.5, "a", None, True, [2, 2]])
+def test_counts_are_whole_and_at_least_1(value):
+    networks = {
+        Architecture.tiny: ["in_channels", "out_channels", "layers_per_block", "block_out_channels"],
+        Architecture.tiny_transformer: ["in_channels", "patch_size", "hidden_size", "num_heads", "depth"],
+    }
+    with torch.device("meta"):
+        for architecture, names in networks.items():
+            for name in names:
+                wrong = [16, 0] if isinstance(value, list) and architecture is Architecture.tiny else value
+                config = ModelConfig(architecture=architecture, network={name: wrong})
+                for use in (side_factor, build_network):
+                    with pytest.raises(
+                        ConfigurationError, match=rf"model\.network\.{name} is {re.escape(repr(wrong))}"
+                    ):
+                        use(config)
+        with pytest.raises(ConfigurationError, match=r"autoencoder\.vae\.layers_per_block is 0"):
+            build_vae(ARCHITECTURES[Architecture.tiny], {"layers_per_block": 0})
+        build_network(ModelConfig(architecture=Architecture.tiny, network={"layers_per_block": [1, 2]}))
+        build_network(ModelConfig(architecture=Architecture.tiny_pixel_transformer, network={"bottleneck_size": None}))
 
 
 def test_changes_of_the_vae_are_checked():

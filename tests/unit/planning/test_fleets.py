@@ -147,6 +147,8 @@ def test_the_command(capsys, tmp_path):
         plan_command([*runs, "--samples", "1", "0.5"])
     with pytest.raises(ConfigurationError, match=r"schedule\.warmup"):
         plan_command([*runs, "trainer.max_duration=5ba"])
+    with pytest.raises(ConfigurationError, match="YAML of at least one run"):
+        plan_command(["seed=3"])
     with pytest.raises(ConfigurationError, match="--price is for the rows of --measured"):
         plan_command([*runs, "--price", "3.5"])
 

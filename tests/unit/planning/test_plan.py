@@ -1,4 +1,5 @@
 import json
+import time
 from typing import Any
 
 import pytest
@@ -127,6 +128,14 @@ def test_activations_are_counted_and_bound_the_microbatch():
     assert activations == pytest.approx(2 * 16 * 935_036_928, rel=1e-3)
     config.trainer.activation_checkpointing = True
     assert make_plan(config).memory.activation_bytes is None
+
+
+def test_a_large_batch_is_planned_at_once():
+    config = recipe()
+    config.data.global_batch_size, config.plan.num_gpus = 640_000, 1
+    start = time.monotonic()
+    assert make_plan(config).memory.largest_microbatches == {40: 128, 80: 256, 141: 512, 192: 640}
+    assert time.monotonic() - start < 10, "divisors are found once"
 
 
 def test_what_is_stored_and_downloaded():

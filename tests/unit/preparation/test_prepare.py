@@ -796,6 +796,7 @@ def test_nothing_kept(tmp_path):
         ({"duplicates": DuplicatesConfig(max_distance=40)}, ConfigurationError, "max_distance"),
         ({"shard_bytes": 2**32}, ConfigurationError, "shard_mb"),
         ({"edges": [5, 4]}, ConfigurationError, "edges"),
+        ({"out": "~no-such-user/out"}, ConfigurationError, "out is ~no-such-user/out, but there is no such user"),
         ({"where": "width >"}, ConfigurationError, "where"),
         ({"sources": ["none"]}, DataError, "none"),
         ({"sources": [""]}, ConfigurationError, "sources"),
