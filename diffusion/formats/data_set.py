@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from diffusion import storage
 from diffusion.errors import DataError
 from diffusion.files import PARTIAL
-from diffusion.formats.shards import INDEX, BucketEntry, Shard, check_sizes, read_index
+from diffusion.formats.shards import INDEX, BucketEntry, Shard, read_index
 from diffusion.storage import MissingFileError
 
 SPLITS = TRAIN, VALIDATION = "train", "validation"
@@ -242,9 +242,10 @@ def check_folder(folder: str) -> str:
     return folder
 
 
-def list_own_files(folder: str) -> list[str]:
+def list_own_files(folder: str) -> dict[str, storage.StoredFile]:
     """List the files below a folder of a data set that a writer may delete: by their names below it."""
-    return [name for name in storage.list_files(folder) if _OWN_FILE.fullmatch(name.rpartition("/")[2])]
+    files = storage.list_files(folder).items()
+    return {name: file for name, file in files if _OWN_FILE.fullmatch(name.rpartition("/")[2])}
 
 
 def folder_order(folder: str) -> tuple[str, list[int]]:
@@ -254,13 +255,11 @@ def folder_order(folder: str) -> tuple[str, list[int]]:
 
 
 def read_splits(dataset: str, folders: Iterable[str]) -> dict[str, dict[str, BucketEntry]]:
-    """Sum up the indexes of some `<split>/<bucket>` for the manifest; a DataError if one is not that of its shards."""
+    """Sum up the indexes of some `<split>/<bucket>` for the manifest."""
     splits: dict[str, dict[str, BucketEntry]] = {}
     for folder in folders:
         split, bucket = folder.split("/")
-        index = read_index(uri := storage.join(dataset, folder))
-        check_sizes(uri, index.shards)
-        splits.setdefault(split, {})[bucket] = index.summary
+        splits.setdefault(split, {})[bucket] = read_index(storage.join(dataset, folder)).summary
     return splits
 
 
@@ -282,19 +281,26 @@ def add_marks(dataset: str, file: str, marks: Iterable[tuple[str, Iterable[int]]
 
 def delete_unnamed(
     dataset: str, shards: Mapping[str, Iterable[Shard]], is_spared: Callable[[str], bool] = lambda _: False
-) -> None:
+) -> dict[str, dict[str, storage.StoredFile]]:
     """Delete what killed runs left in a data set: unfinished files, shards and indexes that no index names.
 
-    `shards` are those in the index of each `<split>/<bucket>`. Shards whose names `is_spared` chooses stay.
+    `shards` are those in the index of each `<split>/<bucket>`. Shards whose names `is_spared` chooses stay. Returned
+    are the files that were found in each of these folders.
     """
-    named = {f"{folder}/{shard.stored.name}" for folder, listed in shards.items() for shard in listed}
-    named |= {f"{folder}/{INDEX}" for folder in shards}
-
     # Splits and buckets may be links, which a listing follows only where it begins.
-    folders = dict.fromkeys((*SPLITS, *shards))
-    found = {f"{folder}/{name}" for folder in folders for name in list_own_files(storage.join(dataset, folder))}
-    left = [name for name in found - named if not (name.rpartition("/")[2].startswith("shard.") and is_spared(name))]
+    listed = SPLITS if storage.is_url(dataset) else dict.fromkeys((*SPLITS, *shards))
+    found: dict[str, dict[str, storage.StoredFile]] = {folder: {} for folder in shards}
+    for top in listed:
+        for path, file in list_own_files(storage.join(dataset, top)).items():
+            folder, _, name = f"{top}/{path}".rpartition("/")
+            found.setdefault(folder, {})[name] = file
+    left = []
+    for folder, files in found.items():
+        named = {INDEX, *(shard.stored.name for shard in shards[folder])} if folder in shards else set()
+        unnamed = [f"{folder}/{name}" for name in files.keys() - named]
+        left += [name for name in unnamed if not (name.startswith(f"{folder}/shard.") and is_spared(name))]
     indexes_first = sorted(left, key=lambda name: (not name.endswith(INDEX), name))  # So that no rest looks whole.
     storage.delete(storage.join(dataset, name) for name in indexes_first)
     if not storage.is_url(dataset):
         storage.delete(map(str, Path(dataset).rglob(f".*{PARTIAL}")))
+    return found

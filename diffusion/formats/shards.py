@@ -565,9 +565,14 @@ def read_index(folder: Path | str) -> ShardIndex:
         ) from error
 
 
-def check_sizes(folder: Path | str, shards: Iterable[Shard]) -> None:
-    """Raise a DataError if the file of a shard is missing, or has another size."""
-    found = storage.list_files(str(folder))
+def check_sizes(
+    folder: Path | str, shards: Iterable[Shard], files: Mapping[str, storage.StoredFile] | None = None
+) -> None:
+    """Raise a DataError if the file of a shard is missing, or has another size.
+
+    The `files` of the folder are listed if they are not given.
+    """
+    found = storage.list_files(str(folder)) if files is None else files
     for name, size, _ in (shard.stored for shard in shards):
         if name not in found or found[name].size != size:
             state = f"has {found[name].size} bytes instead of {size}" if name in found else "is missing"

@@ -48,6 +48,7 @@ from diffusion.formats.data_set import (
 )
 from diffusion.formats.shards import (
     ShardFormat,
+    check_sizes,
     encode_sample,
     encode_shard,
     read_index,
@@ -450,7 +451,7 @@ def write_indexes(
     samples, unless tasks may be missing (None).
 
     Raises:
-        DataError: the shards hold another number of samples; nothing was changed.
+        DataError: the shards hold another number of samples (nothing was changed then), or one is missing or damaged.
     """
     folders = finished.folders if finished else []
     indexes = storage.concurrent_map(lambda folder: read_index(storage.join(out, folder)), folders)
@@ -475,7 +476,9 @@ def write_indexes(
     for folder, of_folder in shards.items():
         write_index(storage.join(out, folder), of_folder)
     # A takedown may be under way.
-    delete_unnamed(out, shards, lambda name: name in later or task_of(name) < first_task)
+    files = delete_unnamed(out, shards, lambda name: name in later or task_of(name) < first_task)
+    for folder, of_folder in shards.items():
+        check_sizes(storage.join(out, folder), of_folder, files[folder])
     return sorted(shards, key=folder_order)
 
 
