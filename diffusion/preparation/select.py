@@ -208,8 +208,9 @@ def read_selections(out: str, finished: int) -> list[Selection]:
 
 
 def write_finished(out: str, selections: Sequence[Selection]) -> None:
-    """Write the selections of the finished generations as one file."""
-    encoded = json.dumps(selections, default=vars, allow_nan=False)  # `asdict` and `indent` take ten times as long.
+    """Write the selections of the finished generations as one file, without the settings, which the manifest has."""
+    values = [{**vars(one), "settings": {}} for one in selections]
+    encoded = json.dumps(values, default=vars, allow_nan=False)  # `asdict` and `indent` take ten times as long.
     storage.write(storage.join(out, PACKED_SELECTIONS), encoded.encode())
 
 
