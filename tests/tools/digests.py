@@ -347,7 +347,7 @@ def digest_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-UNSTABLE = {"manifest.json": {"path", "source"}}
+UNSTABLE = {"manifest.json": {"path", "source"}, "scan.json": {"root"}}
 """Keys that hold paths or times of the input (or a hash of these), by file name. The rest of these files is hashed."""
 
 
