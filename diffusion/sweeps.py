@@ -83,7 +83,7 @@ def read_sweep(path: Path) -> Sweep:
         if name in sweep and not isinstance(sweep[name], kind):
             raise ConfigurationError(f"{path}: {name} is {sweep[name]!r}, and must be {words}")
     keys = [*kinds, "method", "entity", "project", "description"]
-    for key, section, known in (("", sweep, keys), ("metric.", sweep["metric"], ["name", "goal"])):
+    for key, section, known in (("", sweep, keys), ("metric.", sweep["metric"], ["name", "goal", "target"])):
         for name in section.keys() - {*known}:
             meant = " or ".join(key + one for one in similar_names(name, known))
             remedy = f"did you mean {meant}?" if meant else f"here there are {', '.join(known)}"

@@ -11,7 +11,6 @@ captioner:
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image
@@ -78,16 +77,20 @@ class ImageToText:
         return [list(texts) for texts in zip(*by_prompt, strict=True)]
 
     def _caption(self, images: Sequence[Image.Image], prompt: str | None) -> list[str]:
-        arguments: dict[str, Any] = {"images": list(images)}
         if self._chats:
-            content = [{"type": "image"}, {"type": "text", "text": prompt or "Describe this image."}]
-            chat = self._processor.apply_chat_template(
-                [{"role": "user", "content": content}], add_generation_prompt=True
+            text = {"type": "text", "text": prompt or "Describe this image."}
+            inputs = self._processor.apply_chat_template(
+                [[{"role": "user", "content": [{"type": "image", "image": image}, text]}] for image in images],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                return_tensors="pt",
+                processor_kwargs={"padding": True},
             )
-            arguments = {"images": [[image] for image in images], "text": [chat] * len(images), "padding": True}
-        elif prompt is not None:
-            arguments["text"] = [prompt] * len(images)
-        inputs = self._processor(**arguments, return_tensors="pt").to(self._model.device)
+        else:
+            texts = {} if prompt is None else {"text": [prompt] * len(images)}
+            inputs = self._processor(images=list(images), return_tensors="pt", **texts)
+        inputs = inputs.to(self._model.device)
         inputs["pixel_values"] = inputs["pixel_values"].to(self._model.dtype)
         tokens = self._model.generate(**inputs, **self._options)
         if self._chats:

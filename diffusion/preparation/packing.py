@@ -43,10 +43,6 @@ class Packs:
         """First item that is in no packed file."""
         return self.packs[-1].stop if self.packs else 0
 
-    def drop(self, stop: int) -> None:
-        """Use no file with items from a number on."""
-        self.packs = [one for one in self.packs if one.stop <= stop]
-
     def next(self) -> tuple[Pack, list[Pack]]:
         """Return the file that is to be written of the items that are in none, and the files that it takes in."""
         end, taken = len(self._identities), list[Pack]()

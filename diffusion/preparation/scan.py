@@ -367,19 +367,18 @@ def local_metadata(config: PrepareConfig, scan: Scan, source: int) -> Iterator[l
         yield patterns
 
 
-def _known_packs(out: str, scan: Scan, source: int) -> tuple[Packs, list[str]]:
-    """Return the packed files of a source, and the names of its metadata."""
-    partitions = [one for one in scan.partitions if one.source == source]
+def _known_packs(out: str, scan: Scan, source: int, stop: int | None = None) -> tuple[Packs, list[str]]:
+    """Return the packed files of a source, and the names of its metadata, of the generations before `stop`."""
+    partitions = [one for one in scan.partitions if one.source == source and (stop is None or one.generation < stop)]
     names = [storage.join(METADATA, part_name(one.number)) for one in partitions]
     return Packs(out, f"files-{source}", list(map(repr, partitions))), names
 
 
 def pack_known(out: str, scan: Scan, database: MetadataDatabase, generation: int) -> None:
-    """Pack the names of the files of each source, those of a generation anew: it may have grown meanwhile."""
+    """Pack the names of the files of each source in the generations before one, which may still grow."""
     removed = literal(Reason.REMOVED.value)
     for source in range(len(scan.sources)):
-        packs, names = _known_packs(out, scan, source)
-        packs.drop(sum(one.generation < generation for one in scan.partitions if one.source == source))
+        packs, names = _known_packs(out, scan, source, generation)
         if packs.stop == len(names):
             continue
         new = names[packs.stop :]

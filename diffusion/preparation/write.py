@@ -168,9 +168,9 @@ def write(
             bar.update(num_samples)
     folders = write_indexes(out, selections[-1].stop, finished, first_task, kept=total)
     manifest = _manifest(out, scan, selections, settings, folders)
-    manifest.write(out)
     if len(selections) > 1:
         write_finished(out, selections)
+    manifest.write(out)
     return manifest
 
 
@@ -477,8 +477,9 @@ def write_indexes(
         write_index(storage.join(out, folder), of_folder)
     # A takedown may be under way.
     files = delete_unnamed(out, shards, lambda name: name in later or task_of(name) < first_task)
-    for folder, of_folder in shards.items():
-        check_sizes(storage.join(out, folder), of_folder, files[folder])
+    if kept is not None:
+        for folder, of_folder in shards.items():
+            check_sizes(storage.join(out, folder), of_folder, files[folder])
     return sorted(shards, key=folder_order)
 
 

@@ -171,6 +171,7 @@ def test_averages_do_not_begin_late(tmp_path):
     with pytest.raises(ConfigurationError, match="start=2ba or later"):
         check(off, now, tmp_path)
     check(off, later, tmp_path)
+    check(off, {**now, "trainer": {**now["trainer"], "max_duration": "1ba"}}, tmp_path)  # It ends here.
 
 
 @pytest.mark.parametrize("folders", [("null", "new"), ("old", "null"), ("old", "new")])

@@ -118,7 +118,7 @@ def test_a_point_that_another_version_began_is_continued(tmp_path):
         ("metric: loss\nparameters: {seed: {values: [1]}}\n", "metric"),
         ("metric: {goal: maximise}\nparameters: {seed: {values: [1]}}\n", "maximise"),
         ("metric: {gaol: maximize}\nparameters: {seed: {values: [1]}}\n", "metric.goal"),
-        ("metric: {name: loss, target: 0.1}\nparameters: {seed: {values: [1]}}\n", "metric.target"),
+        ("metric: {name: loss, targets: 0.1}\nparameters: {seed: {values: [1]}}\n", "metric.target"),
         ("parameters: {seed: {values: [1]}}\nparamters: {optimizer.lr: {values: [1]}}\n", "parameters"),
         ("parameters: {seed: [1, 2]}\n", "parameters.seed"),
         ("method: random\nrun_cap: 2.5\nparameters: {seed: {min: 1, max: 3}}\n", "run_cap"),

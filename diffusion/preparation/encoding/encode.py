@@ -127,10 +127,18 @@ def check_folders(prepared: str, out: str, resolutions: Sequence[int]) -> None:
         UserError: as of `encode`.
     """
     prepared = _absolute(prepared)
-    PreparedManifest.read(prepared)
+    _check_resolutions(PreparedManifest.read(prepared), resolutions)
     for uri in _output_folders(prepared, _absolute(out), resolutions):
         with claim(uri):
             pass
+
+
+def _check_resolutions(manifest: PreparedManifest, resolutions: Sequence[int]) -> None:
+    if len(set(resolutions)) != len(resolutions):
+        raise ConfigurationError(f"--resolution {' '.join(map(str, resolutions))}: give each once")
+    squares = sorted(name for buckets in manifest.splits.values() for name in buckets if not named_size(name))
+    if squares and not resolutions:
+        raise ConfigurationError(f"--resolution is missing: the images of {squares[0]} are cut to squares of it")
 
 
 def _output_folders(prepared: str, out: str, resolutions: Sequence[int]) -> list[str]:
@@ -188,12 +196,12 @@ def _plan_outputs(
             the other.
         DataError: `prepared` is not prepared data, is damaged, or has no images that are large enough.
     """
-    if len(set(resolutions)) != len(resolutions):
-        raise ConfigurationError(f"--resolution {' '.join(map(str, resolutions))}: give each once")
+    manifest = PreparedManifest.read(prepared)
+    _check_resolutions(manifest, resolutions)
     for resolution in resolutions:
         models.latent_shape(ImageSize(resolution, resolution))
     folders: dict[str, list[Shard]] = {}
-    for split, buckets in PreparedManifest.read(prepared).splits.items():
+    for split, buckets in manifest.splits.items():
         for bucket, entry in buckets.items():
             uri = join(prepared, split, bucket)
             index = read_index(uri)
@@ -204,9 +212,6 @@ def _plan_outputs(
             folders[f"{split}/{bucket}"] = index.shards
     source = hashlib.sha256(storage.read(join(prepared, MANIFEST))).hexdigest()
     names = sorted({name.split("/")[1] for name in folders})
-    squares = [name for name in names if not named_size(name)]
-    if squares and not resolutions:
-        raise ConfigurationError(f"--resolution is missing: the images of {squares[0]} are cut to squares of it")
     outputs = []
     for resolution, uri in zip(resolutions or [None], _output_folders(prepared, out, resolutions), strict=True):
         chosen = {name for name in names if named_size(name) or (resolution and lowest_side(name) >= resolution)}

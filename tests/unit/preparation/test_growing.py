@@ -190,17 +190,20 @@ def test_stopped_while_growing(growing, tmp_path, monkeypatch, moment):
 
 def test_images_that_come_after_an_interruption_belong_to_the_same_growth(tmp_path, monkeypatch):
     source, stopped, trees = tmp_path / "set", [tmp_path / "scored", tmp_path / "written"], []
-    write_folder(source, 6)
+    sources = [source, tmp_path / "other"]
+    for folder in sources:
+        write_folder(folder, 6)
     for out in stopped:
-        prepare([source], out, **OPTIONS)
+        prepare(sources, out, **OPTIONS)
     write_folder(source, 6, start=100)
     for out, moment in zip(stopped, ("prepare.select", "write.write_indexes"), strict=True):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(f"diffusion.preparation.{moment}", Mock(side_effect=KeyboardInterrupt))
-            prepare([source], out, **OPTIONS)
-    write_folder(source, 6, start=50)
+            prepare(sources, out, **OPTIONS)
+    for folder in sources:
+        write_folder(folder, 6, start=50)
     for out in stopped:
-        assert [one.kept for one in prepare([source], out, **OPTIONS).generations] == [6, 12]
+        assert [one.kept for one in prepare(sources, out, **OPTIONS).generations] == [12, 18]
         trees.append(tree(out))
     assert trees[0] == trees[1]
 
