@@ -294,7 +294,7 @@ def _check_start_of_averages(config: Config, step: int, name: str) -> None:
     if (ema := config.algorithms.ema) is None:
         return
     start = _step_of(config, to_dict(config), ema.start, "algorithms.ema.start")
-    if start <= step < (config.planned_steps() or math.inf):
+    if start <= step < config.planned_steps():
         raise ConfigurationError(
             f"algorithms.ema.start={ema.start} is step {start} of this run, and {name} has no averages: set "
             f"algorithms.ema.start={step + 1}ba or later, or algorithms.ema=null"

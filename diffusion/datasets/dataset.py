@@ -105,7 +105,7 @@ class TextImageDataset(Dataset):
         self._required += ["text_embeddings", "pooled_text_embeddings"] if with_text_embeddings else []
         if score_names:
             self._required.append("scores" if tokenize is None else "metadata")
-        wanted = [*self._required, "placement" if tokenize is None else "key"]  # The last if there.
+        wanted = [*self._required, "placement" if tokenize is None else "key"]  # The last one is optional.
         limit, files = None if cache_limit is None else CacheLimit(cache_limit), ShardFiles()
         self.streams = [
             StreamShards(location, hash_kind=hash_kind, limit=limit, meter=self.meter, columns=wanted, files=files)

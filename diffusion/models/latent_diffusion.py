@@ -2,8 +2,8 @@
 
 The loss of a batch, in `LatentDiffusion.forward` and `loss`: latents x_0 from the VAE, noise and timesteps t from
 addressed random numbers, x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise, the network's prediction from x_t, t and the
-captions, and its mean squared error against noise, x_0, v or noise - x_0. Ingredients change the
-conditioning, the network's blocks or the error of a sample, or add terms to the loss.
+captions, and its mean squared error against noise, x_0, v or noise - x_0. Ingredients change
+the conditioning, the network's blocks or the error of a sample, or add terms to the loss.
 
 Shape letters: B batch, C channels, H W height and width of the latent, f pixels along a side of one of
 its positions, L tokens, D width of the text encoding.

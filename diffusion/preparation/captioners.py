@@ -1,4 +1,4 @@
-"""Captioner: an image-to-text model of transformers (Qwen-VL, SmolVLM, BLIP ...) from a local folder.
+"""Captioner: an image-to-text model of transformers (Qwen-VL, BLIP ...) from a local folder.
 
 captioner:
   path: diffusion.preparation.captioners.ImageToText

@@ -3,9 +3,12 @@
 import copy
 import math
 from functools import partial
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
+from composer import State, Time, Timestamp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -24,7 +27,7 @@ from diffusion.config.ingredients import (
 from diffusion.config.loading import load
 from diffusion.config.model import Architecture, ModelConfig
 from diffusion.config.schema import Config
-from diffusion.config.training import Device
+from diffusion.config.training import Decay, Device
 from diffusion.datasets.batch import BatchKey
 from diffusion.models.architectures import build_network
 from diffusion.models.ingredients.lora import add_lora
@@ -44,7 +47,7 @@ from diffusion.optimizers import (
     warmup_stable_decay,
 )
 from diffusion.planning.memory import meta_parts
-from diffusion.train import build_optimizer, build_training_model
+from diffusion.train import _build_scheduler, build_optimizer, build_training_model
 from tests.tools.image_encoders import write_image_encoder
 from tests.tools.launches import LaunchCounter
 from tests.unit.models.fast.test_fast_unet import process_group  # noqa: F401
@@ -339,3 +342,16 @@ def test_the_base_width_itself_and_the_weight_decay_of_a_step_change_nothing(nam
     assert wide["lr"] == SETTINGS["lr"] / factor
     assert wide["lr"] * wide["weight_decay"] == pytest.approx(SETTINGS["lr"] * SETTINGS["weight_decay"])
     assert [weight.shape for weight in wide["params"]] == [(4, 6)]
+
+
+@pytest.mark.parametrize("decay", Decay)
+def test_a_warm_up_in_shares_of_the_run_has_the_same_steps_with_each_decay(decay):
+    """0.29 * 100 is a little less than 29."""
+    settings = ["trainer.max_duration=100ba", "schedule.warmup=0.29dur", f"schedule.decay={decay.value}"]
+    schedule = _build_scheduler(load(Config, "tests/tools/toy.yaml", settings))
+    end = Time.from_timestring("100ba")
+    before, reached = (
+        schedule(cast("State", SimpleNamespace(timestamp=Timestamp(batch=step), max_duration=end))) for step in (28, 29)
+    )
+    assert before == pytest.approx(28 / 29)
+    assert reached == 1
