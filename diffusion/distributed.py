@@ -126,6 +126,11 @@ def all_gather(value: T) -> list[T]:
     return values
 
 
+def first_ranks() -> list[int]:
+    """Return the first rank of each node, of which some may have fewer ranks; all ranks call it."""
+    return sorted(set(all_gather(rank() - local_rank())))
+
+
 def map_on_ranks(num: int, step: Callable[[int], T], label: str) -> list[T]:
     """Call a step with 0 to `num` - 1, rank r with r, r + world size, and so on, and fail together; collective.
 

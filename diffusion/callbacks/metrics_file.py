@@ -12,7 +12,7 @@ import torch
 from composer import Logger, State
 from composer.loggers import LoggerDestination
 
-from diffusion.distributed import is_first_rank, local_world_size, world_size
+from diffusion.distributed import first_ranks, is_first_rank, world_size
 from diffusion.errors import explained_writes
 from diffusion.files import append_json_lines, atomic_path, read_json_lines
 from diffusion.formats.run_folder import STARTS, preemption_signal
@@ -117,6 +117,7 @@ class StartsFile(LoggerDestination):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Write the row of a start."""
+        num_nodes = len(first_ranks())
         if not is_first_rank():
             return
         self._is_running = True
@@ -125,7 +126,7 @@ class StartsFile(LoggerDestination):
             "time": _text(datetime.datetime.now(datetime.UTC)),
             "step": state.timestamp.batch.value,
             "world_size": world_size(),
-            "num_nodes": world_size() // local_world_size(),
+            "num_nodes": num_nodes,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             "versions": package_versions(),
         }

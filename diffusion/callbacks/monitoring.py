@@ -342,10 +342,10 @@ class Utilisation(Callback):
         usage = usage_between(before, self._before, self.loader.num_workers)
         own_share = self._waited / max(self._waited + self._computed, 1e-9)
         gpu = self._gpus.read() if self._gpus is not None else None
-        ranks = all_gather((usage, own_share, gpu, self._read_storage()))
-        usages, shares, gpus, storages = (list(values) for values in zip(*ranks, strict=True))
+        ranks = all_gather((usage, own_share, gpu, self._read_storage(), local_rank()))
+        usages, shares, gpus, storages, places = (list(values) for values in zip(*ranks, strict=True))
         self._waited = self._computed = 0.0
-        metrics = _machine_metrics(usages, gpus) | {"time/data_waiting_share": max(shares)}
+        metrics = _machine_metrics(usages, gpus, places) | {"time/data_waiting_share": max(shares)}
         storage = TierCounts(*map(sum, zip(*storages, strict=True)))
         self.fetched_bytes += storage.fetched_bytes
         if self.tiers is not None:
@@ -378,9 +378,11 @@ class Utilisation(Callback):
                 log.warning("training waits for data %.0f %% of the time: %s", 100 * waiting, cause)
 
 
-def _machine_metrics(usages: list[Usage], gpus: list[tuple[float, float] | None]) -> dict[str, float]:
+def _machine_metrics(
+    usages: list[Usage], gpus: list[tuple[float, float] | None], local_ranks: list[int]
+) -> dict[str, float]:
     """Average over ranks, nodes and GPUs; those of a node are measured by its first rank."""
-    nodes = usages[:: local_world_size()]
+    nodes = [usage for usage, place in zip(usages, local_ranks, strict=True) if place == 0]
     metrics = {
         "utilisation/cpu": statistics.fmean(node.cpu for node in nodes),
         "utilisation/memory": statistics.fmean(node.memory for node in nodes),

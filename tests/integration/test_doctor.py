@@ -116,6 +116,26 @@ def test_ranks_have_time_to_find_each_other_with_a_short_timeout(monkeypatch, tm
         )
 
 
+def test_a_lost_gpu_is_named_before_the_ranks_join(monkeypatch, tmp_path):
+    rank_of_three(monkeypatch, 0)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr(doctor, "computes_bf16", lambda: True)
+    overrides = ["trainer.device=gpu", "data.global_batch_size=6", f"output_folder={tmp_path}"]
+    with pytest.raises(MachineError, match="3 ranks were started on this machine, which has 2 visible GPUs"):
+        doctor.diagnose(load_config("tests/tools/toy.yaml", overrides))
+
+
+@pytest.mark.world_size(3)
+def test_nodes_may_have_different_numbers_of_ranks(server, tmp_path):
+    found = tmp_path / "found.json"
+    arguments = ["tests/tools/toy.yaml", "data.global_batch_size=6", f"output_folder={tmp_path}/run"]
+    server.command(3, [NODES_DOCTOR, "0 0 1", DOCTOR, *arguments, "--json", str(found)])
+    verdicts = {verdict["check"]: verdict for verdict in json.loads(found.read_text())}
+    assert "2 nodes" in verdicts["network of nodes"]["what"]
+    assert {verdict["where"] for verdict in verdicts.values()} <= {"", "node 0", "node 1"}
+
+
 @pytest.mark.world_size(2)
 def test_a_rank_that_was_stopped_is_named(server, tmp_path):
     command = [NODES_DOCTOR, "", DOCTOR, "tests/tools/toy.yaml", f"output_folder={tmp_path}/run"]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from diffusion.config.training import Device
 from diffusion.distributed import (
     all_gather,
     barrier,
+    first_ranks,
     has_process_group,
     is_first_rank,
     local_rank,
@@ -75,6 +77,8 @@ def diagnose(config: Config, timeout: float = 120.0, *, deep: bool = False) -> l
     )
     num_gpus = torch.cuda.device_count()
     device = config.trainer.device.resolve(num_gpus) if num_gpus else Device.cpu
+    if device is Device.gpu and local_world_size() > num_gpus:  # A rank without a GPU cannot join the others.
+        _check_device(config)
     verdicts = []
     if world_size() > 1:
         if not has_process_group():
@@ -92,9 +96,9 @@ def diagnose(config: Config, timeout: float = 120.0, *, deep: bool = False) -> l
 
 
 def _check_this_machine(config: Config, device: Device) -> Iterator[Verdict]:
-    num_gpus = torch.cuda.device_count()
     try:
-        check_device(config, num_gpus=num_gpus, bf16_supported=computes_bf16(), local_world_size=local_world_size())
+        _check_device(config)
+        num_gpus = torch.cuda.device_count()
         yield ok("device", f"{device.value}, {num_gpus} GPUs are visible, {config.trainer.precision.value}")
     except MachineError as error:
         yield problem("device", str(error))
@@ -103,6 +107,11 @@ def _check_this_machine(config: Config, device: Device) -> Iterator[Verdict]:
     except ConfigurationError as error:
         yield problem("plugins", str(error))
     yield from check_machine(config, device)
+
+
+def _check_device(config: Config) -> None:
+    num_gpus = torch.cuda.device_count()
+    check_device(config, num_gpus=num_gpus, bf16_supported=computes_bf16(), local_world_size=local_world_size())
 
 
 # Ranks without an answer
@@ -159,17 +168,18 @@ def measure_nodes(device: torch.device, timeout: float) -> list[NodeSpeed]:
     """Measure all nodes at the same time; a NoAnswerError if some ranks have not within the timeout, in seconds."""
     speed = measure_device(device)
     await_ranks("measured", timeout)
-    per_node = local_world_size()
+    firsts = first_ranks()
+    node = firsts.index(rank() - local_rank())
     own = NodeSpeed(
-        name=f"node {rank() // per_node}",
+        name=f"node {node}",
         host=socket.gethostname(),
         num_gpus=torch.cuda.device_count() if device.type == "cuda" else 0,
         flops=speed.matmul_flops,
         copied=speed.copy_bytes_per_second,
-        link=_measure_link(device),
+        link=_measure_link(device, node, firsts),
     )
     rows: list[NodeSpeed] = all_gather(own)
-    return [_slowest(rows[first : first + per_node]) for first in range(0, len(rows), per_node)]
+    return [_slowest(rows[begin:end]) for begin, end in pairwise([*firsts, len(rows)])]
 
 
 def _slowest(ranks: Sequence[NodeSpeed]) -> NodeSpeed:
@@ -181,16 +191,15 @@ def _slowest(ranks: Sequence[NodeSpeed]) -> NodeSpeed:
     return replace(ranks[0], flops=minimum(rank.flops for rank in ranks), copied=minimum(rank.copied for rank in ranks))
 
 
-def _measure_link(device: torch.device) -> float | None:
+def _measure_link(device: torch.device, node: int, firsts: Sequence[int]) -> float | None:
     """Return bytes per second of the better link of this rank's node, measured by the first ranks of nodes."""
-    per_node, best = local_world_size(), None
-    node = rank() // per_node
+    best = None
     for _ in range(NUM_LINK_ROUNDS):
-        for pairs in pairings(world_size() // per_node):
+        for pairs in pairings(len(firsts)):
             barrier()
             partner = next((a + b - node for a, b in pairs if node in (a, b)), None)
             if partner is not None and local_rank() == 0:
-                best = max(best or 0.0, _exchange(device, partner * per_node))
+                best = max(best or 0.0, _exchange(device, firsts[partner]))
     return best
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from diffusion.distributed import agree, all_gather, is_first_rank, local_rank, local_world_size, rank
+from diffusion.distributed import agree, all_gather, is_first_rank, local_rank
 from diffusion.errors import UserError, raise_all
 
 _TABLE_WIDTH = 100
@@ -71,8 +71,8 @@ def merge(by_machine: Sequence[tuple[str, Iterable[Verdict]]]) -> list[Verdict]:
 def on_each_machine(check: Callable[[], Iterable[Verdict]]) -> list[Verdict]:
     """Run a check on the first rank of each machine and merge the verdicts; called by all ranks."""
     found = agree(lambda: list(check()) if local_rank() == 0 else None)
-    by_rank = all_gather((f"node {rank() // local_world_size()}", found))
-    return merge([(node, verdicts) for node, verdicts in by_rank if verdicts is not None])
+    by_machine = [verdicts for verdicts in all_gather(found) if verdicts is not None]
+    return merge([(f"node {node}", verdicts) for node, verdicts in enumerate(by_machine)])
 
 
 def log_and_raise(verdicts: Sequence[Verdict], kind: type[UserError]) -> None:
