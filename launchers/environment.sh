@@ -4,6 +4,8 @@
 
 # torchrun's restarts hang if its agents and the ranks share one store.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
+# Seconds from SIGTERM to SIGKILL of torchrun's ranks, in which they save: pods have 120. Torch 2.11 knows 30 only.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-110}
 # Every rank and loader worker would otherwise start a thread per core.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # Stack traces of a rank that is killed by a signal.

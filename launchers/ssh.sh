@@ -3,8 +3,9 @@
 #
 #   launchers/ssh.sh "host1 host2" yamls/phase1.yaml output_folder=/shared/runs/phase1 key=value ...
 #
-# The hosts see this folder at the same path. RANKS_PER_HOST=4 sets the ranks on each host (default: one per GPU). A lost
-# host ends the others (within trainer.dist_timeout, in a save within two hours). On SIGTERM or Ctrl-C here, or SIGTERM
+# The hosts see this folder at the same path. RANKS_PER_HOST=4 sets the ranks on each host (default: one per GPU),
+# NETWORK_INTERFACE=ens5 their network, BIN=FOLDER that of Python; other variables belong in environment.sh. A lost host
+# ends the others (within trainer.dist_timeout, in a save within two hours). On SIGTERM or Ctrl-C here, or SIGTERM
 # to a rank, all hosts save and the exit code is 75; the same command continues. scripts/supervise.py --hosts FILE checks
 # hosts, chooses among them and restarts.
 set -u
@@ -25,8 +26,11 @@ trap 'is_ending=true; exec 9>&-' INT TERM
 
 connections=()
 for number in "${!hosts[@]}"; do
-  command=(env ${RANKS_PER_HOST:+"RANKS_PER_HOST=$RANKS_PER_HOST"} launchers/ssh_host.sh)
-  command+=("${#hosts[@]}" "$number" "${hosts[0]}" "$PORT" "$@")
+  command=(env)
+  for name in RANKS_PER_HOST NETWORK_INTERFACE BIN; do
+    [ -z "${!name:-}" ] || command+=("$name=${!name}")
+  done
+  command+=(launchers/ssh_host.sh "${#hosts[@]}" "$number" "${hosts[0]}" "$PORT" "$@")
   remote="cd $(printf %q "$PWD") && $(printf '%q ' "${command[@]}")"
   # setsid: Ctrl-C reaches this script only.
   # shellcheck disable=SC2086 # SSH may hold options.

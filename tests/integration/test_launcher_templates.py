@@ -212,6 +212,14 @@ def mistakes(value: Any, kind: str, place: str) -> list[str]:
     ]
 
 
+def outlives_a_pod(pod: dict[str, Any], folder: str) -> bool:
+    """Whether a folder of the container lies on a claim."""
+    claimed = {volume["name"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume}
+    [container] = pod["containers"]
+    mounts = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] in claimed]
+    return any(Path(folder).is_relative_to(mount) for mount in mounts)
+
+
 def test_the_job_for_kubernetes_is_what_the_operator_understands():
     job = yaml.safe_load((LAUNCHERS / "pytorchjob.yaml").read_text())
     assert mistakes(job, "KubeflowOrgV1PyTorchJob", "job") == []
@@ -222,6 +230,8 @@ def test_the_job_for_kubernetes_is_what_the_operator_understands():
     }
     assert int(container["resources"]["limits"]["nvidia.com/gpu"]) == job["spec"]["elasticPolicy"]["nProcPerNode"]
     assert job["spec"]["elasticPolicy"]["maxReplicas"] == worker["replicas"]
+    [cache] = [variable["value"] for variable in container["env"] if variable["name"] == "TORCHINDUCTOR_CACHE_DIR"]
+    assert outlives_a_pod(worker["template"]["spec"], cache)
     config = resolved(container["args"])
     assert config.trainer.async_checkpoints
     assert config.data.local == "/cache/phase1"
@@ -247,6 +257,8 @@ def test_the_jobset_is_what_its_controller_and_kubernetes_understand():
     assert parsed.nproc_per_node == container["resources"]["limits"]["nvidia.com/gpu"]
     name = job["metadata"]["name"]
     assert parsed.master_addr == f"{name}-{replicated['name']}-0-0.{name}"
+    [cache] = [variable["value"] for variable in container["env"] if variable["name"] == "TORCHINDUCTOR_CACHE_DIR"]
+    assert outlives_a_pod(pod, cache)
     config = resolved(container["args"])
     assert config.trainer.async_checkpoints
     assert config.data.cache_limit is not None
@@ -392,10 +404,12 @@ def test_variables_that_are_set_stay_and_the_network_is_named_once():
     assert shown["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
-def test_hosts_may_stand_on_lines_of_their_own(tmp_path):
+def test_hosts_may_stand_on_lines_of_their_own_and_get_the_variables(tmp_path):
     ssh = tmp_path / "ssh"
-    ssh.write_text('#!/bin/bash\necho "${@: -2:1}"\n')
+    ssh.write_text('#!/bin/bash\necho "${@: -2:1}" $(grep -o "env .* launchers" <<< "${@: -1}")\n')
     ssh.chmod(0o755)
     command = [LAUNCHERS / "ssh.sh", "first\nsecond third\n", "tests/tools/toy.yaml"]
-    done = subprocess.run(command, env=environment() | {"SSH": str(ssh)}, capture_output=True, text=True, check=True)
-    assert sorted(done.stdout.split()) == ["first", "second", "third"]
+    variables = {"SSH": str(ssh), "NETWORK_INTERFACE": "ens5", "BIN": "/opt/a venv/bin"}
+    done = subprocess.run(command, env=environment() | variables, capture_output=True, text=True, check=True)
+    passed = r"env NETWORK_INTERFACE=ens5 BIN=/opt/a\ venv/bin launchers"
+    assert sorted(done.stdout.splitlines()) == [f"{host} {passed}" for host in ("first", "second", "third")]
