@@ -7,6 +7,7 @@ changed in place.
 
 import copyreg
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ from diffusion.config.model import Compilation
 from diffusion.models.fast.norms import FusedGroupNorm
 
 MAX_GRAPHS = 4096
-"""Largest number of graphs of one function: blocks of a kind times sizes of images."""
+"""Largest number of graphs of one function."""
 
 RECOMPUTE = {"realize_reads_threshold": 16, "realize_acc_reads_threshold": 32, "realize_opcount_threshold": 100}
 """Options of Inductor: each kernel of the backward pass recomputes the normalised values. By default, one kernel writes
@@ -59,14 +60,33 @@ def outer_norms(network: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
 
 
 @functools.cache
-def _compiled(kind: type[nn.Module], cuda_graphs: bool) -> type[nn.Module]:
-    """Subclass with a forward pass that is compiled in training."""
+def _compiled(kind: type[nn.Module], weights: tuple[torch.Size, ...], cuda_graphs: bool) -> type[nn.Module]:
+    """Subclass with a forward pass that is compiled in training, for modules with weights of these shapes.
+
+    Inputs of each shape have a function of their own: Dynamo tries the graphs of a function one after the other.
+    """
     is_transformer = issubclass(kind, Transformer2DModel | BasicTransformerBlock | PRXBlock | PRXTransformer2DModel)
     options: dict[str, Any] = {} if is_transformer else dict(RECOMPUTE)
     if cuda_graphs:
         options["triton.cudagraphs"] = True  # As `mode="reduce-overhead"`, which cannot be combined with options.
-    compiled = torch.compile(kind.forward, fullgraph=True, dynamic=False, options=options or None)
-    return _with_compiled(kind, compiled, lambda module: module.training and torch.is_grad_enabled())
+
+    @functools.cache
+    def compiled(shapes: tuple[torch.Size | None, ...]) -> Callable[..., Any]:
+        return torch.compile(_copy(kind.forward), fullgraph=True, dynamic=False, options=options or None)
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        shapes = tuple(getattr(value, "shape", None) for value in (*args, *kwargs.values()))
+        return compiled(shapes)(module, *args, **kwargs)
+
+    return _with_compiled(kind, forward, lambda module: module.training and torch.is_grad_enabled())
+
+
+def _copy(function: Any) -> Callable[..., Any]:
+    """Copy a function with its code, to which Dynamo attaches graphs."""
+    code = function.__code__.replace()
+    copy = types.FunctionType(code, function.__globals__, None, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def _with_compiled(
@@ -89,7 +109,8 @@ def compile_modules(modules: list[nn.Module], *, cuda_graphs: bool = False) -> N
     """
     _configure()
     for module in modules:
-        module.__class__ = _compiled(type(module), cuda_graphs)
+        weights = tuple(weight.shape for weight in module.parameters())
+        module.__class__ = _compiled(type(module), weights, cuda_graphs)
 
 
 def compile_text_encoder(text_encoder: nn.Module, network: nn.Module) -> None:
