@@ -19,7 +19,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from diffusion.config.fields import MAX_SECONDS, bounded
-from diffusion.config.secrets import is_secret_name, redact
+from diffusion.config.secrets import is_secret_name, is_variable, redact
 from diffusion.errors import ConfigurationError, UnavailableError, similar_names
 
 _CONNECT_SECONDS = 5.0
@@ -84,12 +84,12 @@ class ServerConfig:
                 f"{key}.url is '{redact(self.url)}'; give http://HOST:PORT/v1 without user, password and query (the "
                 f"key is read from the environment variable {key}.key_variable)."
             )
-        if self.key_variable is not None and not is_secret_name(self.key_variable):
+        name = self.key_variable
+        if name is not None and not (is_variable(name) and is_secret_name(name)):
             yield (  # Without the value, which may be the key itself.
-                f"{key}.key_variable does not end as names of secrets do; name an environment variable such as "
-                "MY_API_KEY: values of variables whose names end so are kept out of logs."
+                f"{key}.key_variable is no name of an environment variable that ends as names of secrets do; name one "
+                "such as MY_API_KEY: values of variables whose names end so are kept out of logs."
             )
-
         if self.patience_seconds < self.timeout_seconds:
             yield (
                 f"{key}.patience_seconds is {self.patience_seconds:g}, less than {key}.timeout_seconds, so that the "

@@ -47,6 +47,11 @@ def is_secret_name(name: str) -> bool:
     return _SECRET_NAME.search(_words(name)) is not None
 
 
+def is_variable(name: str) -> bool:
+    """Return whether a text can be the name of an environment variable, and not a secret in its place."""
+    return re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) is not None
+
+
 def _words(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-. ]", "_", name).lower()
 

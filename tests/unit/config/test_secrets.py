@@ -2,6 +2,7 @@
 
 import pytest
 
+from diffusion.chat import ServerConfig
 from diffusion.config.checks import check
 from diffusion.config.fields import check_sections
 from diffusion.config.keys import schema_keys
@@ -102,6 +103,17 @@ def test_messages_hide_passwords_in_addresses() -> None:
     with pytest.raises(DataError, match="withdrawn") as of_data:
         find_marked(StreamLocation(name="a", remote=f"{root}/train/a", local="/x", files=files))
     assert not any("nted" in str(caught.value) for caught in (of_sections, of_relations, of_data))
+
+
+@pytest.mark.parametrize("pasted", ["https://chat.example.com/hooks/planted", "planted-token"])
+def test_a_secret_in_place_of_its_variable_is_not_shown(pasted: str) -> None:
+    config = Config(run_name="a", output_folder="/x")
+    config.operations.supervision.webhook_variable = pasted
+    server = ServerConfig(url="http://host/v1", key_variable=pasted)
+    for section, key in ((config, "webhook_variable"), (server, "key_variable")):
+        with pytest.raises(ConfigurationError, match=key) as caught:
+            check_sections(section)
+        assert "planted" not in str(caught.value)
 
 
 def test_secrets_are_hidden_in_a_command_line() -> None:
