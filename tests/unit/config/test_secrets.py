@@ -18,16 +18,18 @@ from diffusion.preparation.config import PrepareConfig
 
 
 def test_names_of_secrets() -> None:
-    names = "api_key apiKey HF_TOKEN AWS_SECRET_ACCESS_KEY password x-api-key AZURE_STORAGE_KEY HF_TOKEN_2 MY_API_KEY_2 "
-    names += "GITHUB_PAT DB_PASS SASTOKEN password2 PGPASSWORD api_keys account_keys GCS_KEY HF_KEY"
+    names = (
+        "api_key apiKey HF_TOKEN AWS_SECRET_ACCESS_KEY password x-api-key AZURE_STORAGE_KEY HF_TOKEN_2 MY_API_KEY_2 "
+    )
+    names += "MY_API_KEY_2 GITHUB_PAT DB_PASS SASTOKEN password2 PGPASSWORD api_keys account_keys GCS_KEY HF_KEY"
     assert [name for name in names.split() if not is_secret_name(name)] == []
 
 
 def test_names_of_other_things() -> None:
-    names = "token_ids tokenizer key monkey num_tokens keep_every max_token_length key_hash path patch passes compass pat "
-    names += "pass tokens num_passes sort_key keys token_routing HOME PATH SSH_AUTH_SOCK"
-    found = [name for name in [*names.split(), *schema_keys(Config), *schema_keys(PrepareConfig)] if is_secret_name(name)]
-    assert found == []
+    names = "token_ids tokenizer key monkey num_tokens keep_every max_token_length key_hash path patch passes compass "
+    names += "pat pass tokens num_passes sort_key keys token_routing HOME PATH SSH_AUTH_SOCK"
+    keys = [*names.split(), *schema_keys(Config), *schema_keys(PrepareConfig)]
+    assert [name for name in keys if is_secret_name(name)] == []
 
 
 def test_secrets_are_hidden_by_name_by_shape_in_addresses_and_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
