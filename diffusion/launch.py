@@ -108,6 +108,14 @@ def choose_device(given: str | None) -> str:
     return name
 
 
+def python_command(code: str) -> list[str]:
+    """Return the command of a Python that imports from where this process does, not from the working directory first.
+
+    That may hold files of strangers.
+    """
+    return [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {sys.path}; {code}"]
+
+
 class CommandParser(argparse.ArgumentParser):
     """An argument parser that raises `ConfigurationError`, so that each node prints a mistake once.
 
