@@ -19,8 +19,8 @@ from typing import Any
 from omegaconf import MISSING
 
 from diffusion.config.fields import MAX_SECONDS, bounded
-from diffusion.config.secrets import is_secret_name, redact
-from diffusion.errors import ConfigurationError, UnavailableError, similar_names
+from diffusion.config.secrets import is_secret_name, is_variable, redact
+from diffusion.errors import ConfigurationError, UnavailableError, printable, similar_names
 
 _CONNECT_SECONDS = 5.0
 
@@ -84,12 +84,12 @@ class ServerConfig:
                 f"{key}.url is '{redact(self.url)}'; give http://HOST:PORT/v1 without user, password and query (the "
                 f"key is read from the environment variable {key}.key_variable)."
             )
-        if self.key_variable is not None and not is_secret_name(self.key_variable):
+        name = self.key_variable
+        if name is not None and not (is_variable(name) and is_secret_name(name)):
             yield (  # Without the value, which may be the key itself.
-                f"{key}.key_variable does not end as names of secrets do; name an environment variable such as "
-                "MY_API_KEY: values of variables whose names end so are kept out of logs."
+                f"{key}.key_variable is no name of an environment variable that ends as names of secrets do; name one "
+                "such as MY_API_KEY: values of variables whose names end so are kept out of logs."
             )
-
         if self.patience_seconds < self.timeout_seconds:
             yield (
                 f"{key}.patience_seconds is {self.patience_seconds:g}, less than {key}.timeout_seconds, so that the "
@@ -173,7 +173,7 @@ class Chat:
             return  # A gateway that does not list its models.
         if names and self._model not in names:
             shown = similar_names(self._model, names) or names[:8]
-            raise ConfigurationError(f"{self._url} has no model {self._model}; it has {redact(', '.join(shown))}")
+            raise ConfigurationError(f"{self._url} has no model {self._model}; it has {shown_answer(', '.join(shown))}")
 
     def ask(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Reply:
         """Ask for a completion, with further keys of the request; those that are None are left out.
@@ -349,7 +349,12 @@ def _message(content: bytes) -> str:
     except (ValueError, AttributeError, RecursionError):
         pass
     line = (text.strip().splitlines() or [""])[0]
-    return redact("".join(character if character.isprintable() else "?" for character in line))[:300]
+    return shown_answer(line)[:300]
+
+
+def shown_answer(text: str) -> str:
+    """Return what a server answers for messages, without keys and control characters."""
+    return redact(printable(text))
 
 
 def _retry_after(value: str | None) -> float | None:

@@ -88,6 +88,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def printable(text: str, keep: str = "") -> str:
+    """Escape control characters and bytes that are not UTF-8, which must not reach a terminal, except those to keep."""
+    return "".join(letter if letter.isprintable() or letter in keep else ascii(letter)[1:-1] for letter in text)
+
+
 def raise_all(kind: type[UserError], problems: list[str]) -> None:
     """Raise one error with all problems, if there are any."""
     if len(problems) == 1:

@@ -20,6 +20,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalToken
 from safetensors.torch import save_file
 from torch import Tensor
 
+from diffusion import storage
 from diffusion.checkpointing.layout import batch_of
 from diffusion.config.frozen import FrozenPaths
 from diffusion.config.loading import to_public_yaml
@@ -492,7 +493,7 @@ def _hub_errors(repository: str, remedy: str) -> Iterator[None]:
     except (HfHubHTTPError, LocalTokenNotFoundError, HFValidationError) as error:
         reason = first_line(error).rstrip(".")
         raise ConfigurationError(
-            f"{constants.ENDPOINT} rejects {repository}: {reason}. Give USER/NAME, and a token that "
+            f"{storage.shown(constants.ENDPOINT)} rejects {repository}: {reason}. Give USER/NAME, and a token that "
             f"may write it, as HF_TOKEN or by `hf auth login`, and {remedy}"
         ) from error
     except (OSError, ValueError, RuntimeError) as error:

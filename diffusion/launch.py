@@ -30,7 +30,7 @@ from importlib import metadata
 from pathlib import Path, PosixPath
 from typing import IO, Any, NoReturn, TypeVar
 
-from diffusion.config.secrets import redact_arguments
+from diffusion.config.secrets import redact, redact_arguments
 from diffusion.distributed import (
     INTERRUPTED_EXIT_CODE,
     PREEMPTED_EXIT_CODE,
@@ -43,7 +43,15 @@ from diffusion.distributed import (
     rank,
     world_size,
 )
-from diffusion.errors import ConfigurationError, MachineError, PreemptedError, UserError, explained_writes, first_line
+from diffusion.errors import (
+    ConfigurationError,
+    MachineError,
+    PreemptedError,
+    UserError,
+    explained_writes,
+    first_line,
+    printable,
+)
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Addresses that other machines cannot reach."""
@@ -98,6 +106,14 @@ def choose_device(given: str | None) -> str:
             f"--device {name} cannot be used ({reason}): give cpu, cuda, or one of several as cuda:1"
         ) from error
     return name
+
+
+def python_command(code: str) -> list[str]:
+    """Return the command of a Python that imports from where this process does, not from the working directory first.
+
+    That may hold files of strangers.
+    """
+    return [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {sys.path}; {code}"]
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -266,7 +282,8 @@ def _report(error: BaseException, say: Callable[[str], None]) -> None:
         if is_first_rank():
             say(str(error) if isinstance(error, PreemptedError) else "interrupted")
         return
-    message = f"{type(error).__name__}: {error}"
+    # What libraries, servers and names of files say may hold passwords and control characters.
+    message = printable(redact(f"{type(error).__name__}: {error}"), keep="\n\t")
     if world_size() > 1:
         message = f"rank {rank()}: {message}"
     if local_rank() == 0:

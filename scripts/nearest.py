@@ -11,7 +11,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from diffusion.errors import explained_writes
+from diffusion.errors import explained_writes, printable
 from diffusion.launch import CommandParser, choose_device, existing_folder, positive, run_command, share
 
 
@@ -69,7 +69,7 @@ def main() -> None:
     print(f"{len(copies)} of {len(images)} images are suspected copies of {len(training)} training images")
     for number in copies[:10]:
         near = next(filter(comparison.is_copy, comparison.neighbours[number]))
-        print(f"  {images[number].path.name} of {near.key}, distance {near.distance:.4f}")
+        print(printable(f"  {images[number].path.name} of {near.key}, distance {near.distance:.4f}"))
     for name, rows in {"generated": comparison.neighbours, "validation": comparison.validation}.items():
         print(f"median distance to the nearest training image, {name}: {np.median(nearest.distances(rows)):.4f}")
     print(f"suspected below {comparison.min_distance:.4f}; table and pairs: {options.out / nearest.PAGE}")

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diffusion.errors import ConfigurationError
+from diffusion.errors import ConfigurationError, printable
 from diffusion.launch import CommandParser, run_command
 from diffusion.preparation.config import STAGES, Engine, PrepareConfig
 from diffusion.reports.tables import text_table
@@ -107,8 +107,6 @@ def configuration(options: argparse.Namespace) -> PrepareConfig:
 
 def summary(manifest: "PreparedManifest") -> str:
     """Table of the counts of a manifest."""
-    from diffusion.preparation.sources.reading import printable
-
     rows = [("source", "seen", "kept", "rejected")]
     rows += [(one.name, str(one.seen), str(one.kept), str(one.seen - one.kept)) for one in manifest.sources]
     rows.append(("all", str(manifest.seen), str(manifest.kept), str(manifest.seen - manifest.kept)))
@@ -132,8 +130,6 @@ def summary(manifest: "PreparedManifest") -> str:
 
 def preview_text(selection: "Selection") -> str:
     """Tables of what a dry run found, with an example of each reason."""
-    from diffusion.preparation.sources.reading import printable
-
     rows: list[tuple[str, ...]] = [("source", "images", "kept", "rejected as", "of them")]
     for name, counts in selection.sources.items():
         rows.append((name, str(sum(counts.values())), str(counts.get("", 0)), "", ""))

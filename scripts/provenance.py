@@ -13,6 +13,7 @@ import csv
 import json
 from pathlib import Path
 
+from diffusion.errors import DataError, printable
 from diffusion.files import atomic_path, csv_text
 from diffusion.launch import CommandParser, output_file, run_command
 
@@ -42,7 +43,6 @@ def main() -> None:
         times_seen,
     )
     from diffusion.datasets.sample_order import describe_changes
-    from diffusion.errors import DataError
     from diffusion.formats.run_folder import BAD_IMAGES
     from diffusion.operations.training_content import Content, write_summary
 
@@ -73,7 +73,7 @@ def main() -> None:
     for title, counter in content.draws.items():
         print(f"\n{title:<40} samples")
         for name, count in counter.most_common():
-            print(f"{name:<40} {count}")
+            print(f"{printable(name):<40} {count}")
     if options.summary is not None:
         write_summary(
             options.summary,

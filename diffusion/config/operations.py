@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from omegaconf import MISSING
 
 from diffusion.config.fields import MAX_SECONDS, bounded
+from diffusion.config.secrets import is_variable
 
 
 @dataclass(kw_only=True)
@@ -89,6 +90,11 @@ class SupervisionConfig:
 
     prometheus: PrometheusConfig | None = None
     """Endpoint of the supervisor; that of the run is in `loggers.prometheus`; null: none."""
+
+    def problems(self, key: str) -> Iterator[str]:
+        """Describe wrong names, without the value, which may be the address itself."""
+        if self.webhook_variable is not None and not is_variable(self.webhook_variable):
+            yield f"{key}.webhook_variable is no name of an environment variable. Give one, which holds the address."
 
 
 @dataclass(kw_only=True)

@@ -12,11 +12,15 @@ HIDDEN = "***"
 """Replaces a secret."""
 
 _SECRET_NAME = re.compile(
-    r"(^|_)(password|passwd|passphrase|pwd|secrets?|token|credentials?|authorization|bearer|webhook(_url)?|"
-    r"connection_string|"
-    r"(api|access|secret|private|account|sas|openai|anthropic|wandb|encryption|signing|subscription)_?key(_id)?)$"
+    r"(password|passwd|passphrase|secret|token|_pass|_pat|"
+    r"(^|_)(pwd|jwt|passwords|secrets|credentials?|authorization|bearer|webhook(_url)?|connection_string|"
+    r"(api|access|secret|private|account|sas|storage|auth|hf|azure|gcs|openai|anthropic|wandb|encryption|signing|"
+    r"subscription)_?keys?(_id)?))_?\d*$"
 )
-"""Names of keys and environment variables with secret values: `hf_token`, but not `token_ids`."""
+"""Names of keys and environment variables with secret values: `hf_token` and `HF_TOKEN_2`, but not `token_ids`."""
+
+_TOKENS = re.compile(r"(^|(api|hf|access|auth|bearer|refresh|sas)_)tokens$")
+"""Names of keys whose list or group holds secrets, unless they are numbers."""
 
 _KNOWN_SHAPES = re.compile(
     r"\b(AKIA|ASIA)[0-9A-Z]{16}\b|\bhf_[A-Za-z0-9]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}"
@@ -29,7 +33,8 @@ _KNOWN_SHAPES = re.compile(
 _HEADER = re.compile(r"""(?i)\b(authorization["']?: *["']?|cookie["']?: *["']?(?=[\w.-]+=))[^\r\n"']+""")
 _USER_IN_URL = re.compile(r"""(?<=://)([^/\s]+|[^/\s:]+:(?!\d+/)[^\s"']+)@""")
 _SIGNATURE_IN_URL = re.compile(
-    r"(?i)((?<=[?&;])[\w-]*(?:signature|token|key|secret|password|credential|sig)=|\bAccountKey=)[^&\s#]+"
+    r"(?i)((?<=[?&;])(?:[\w-]*(?:signature|token|key|secret|password|credential|sig)|(?:[\w-]*[_-])?"
+    r"(?:pwd|pass|auth|jwt))=|\bAccountKey=)[^&\s#]+"
 )
 """Also of the connection strings of Azure."""
 
@@ -39,8 +44,16 @@ _MIN_LENGTH = 8
 
 def is_secret_name(name: str) -> bool:
     """Return whether the value of a key or environment variable of this name is a secret."""
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-. ]", "_", name)
-    return _SECRET_NAME.search(words.lower()) is not None
+    return _SECRET_NAME.search(_words(name)) is not None
+
+
+def is_variable(name: str) -> bool:
+    """Return whether a text can be the name of an environment variable, and not a secret in its place."""
+    return re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) is not None
+
+
+def _words(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-. ]", "_", name).lower()
 
 
 def redact(value: Any) -> Any:
@@ -49,15 +62,18 @@ def redact(value: Any) -> Any:
     A secret is recognised by its key, by its format, in a URL, or as the value of an environment variable whose name
     says so.
     """
+    return _redact(value, is_secret=False)
+
+
+def _redact(value: Any, *, is_secret: bool) -> Any:
     if isinstance(value, Mapping):
-        return {
-            key: HIDDEN if child not in (None, "") and is_secret_name(str(key)) else redact(child)
-            for key, child in value.items()
-        }
+        return {key: _redact_entry(str(key), child, is_secret) for key, child in value.items()}
     if isinstance(value, list | tuple):
-        return [redact(child) for child in value]
+        return [_redact(child, is_secret=is_secret) for child in value]
     if not isinstance(value, str):
         return value
+    if is_secret and value:
+        return HIDDEN
     secrets = [
         text
         for name, text in os.environ.items()
@@ -69,6 +85,13 @@ def redact(value: Any) -> Any:
     value = _SIGNATURE_IN_URL.sub(rf"\1{HIDDEN}", value)
     value = _HEADER.sub(rf"\1{HIDDEN}", value)
     return _KNOWN_SHAPES.sub(HIDDEN, value)
+
+
+def _redact_entry(key: str, value: Any, is_secret: bool) -> Any:
+    if is_secret_name(key) and value not in (None, "") and not isinstance(value, bool):
+        return HIDDEN
+    is_group = isinstance(value, Mapping | list | tuple)
+    return _redact(value, is_secret=is_secret or (is_group and _TOKENS.search(_words(key)) is not None))
 
 
 def redact_arguments(arguments: Sequence[str]) -> list[str]:

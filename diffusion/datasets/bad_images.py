@@ -8,7 +8,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from diffusion.errors import UnfitDataError
+from diffusion.errors import UnfitDataError, printable
 from diffusion.files import read_json_lines
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class BadImage:
     error: str
 
     def __str__(self) -> str:
-        return f"stream '{self.stream}', key '{self.key}': {self.error}"
+        return printable(f"stream '{self.stream}', key '{self.key}': {self.error}")
 
 
 def read_bad_images(path: Path) -> list[BadImage]:

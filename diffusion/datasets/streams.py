@@ -34,6 +34,7 @@ from diffusion.formats.data_set import (
     VALIDATION,
     WORK,
     has_srgb_conversion,
+    is_data_set,
 )
 from diffusion.formats.shards import INDEX
 from diffusion.storage import FIRST_CONTACT, Access, ForbiddenFileError, is_url, join, shown
@@ -158,8 +159,7 @@ def check_location(location: StreamLocation) -> None:
     if not is_url(location.source):
         _check_folder(location)
     split = Path(location.local).resolve().parent
-    is_original = split.name in SPLITS and any((split.parent / name).exists() for name in (MANIFEST, SCAN, WORK))
-    if location.remote is not None and is_original:
+    if location.remote is not None and split.name in SPLITS and is_data_set(split.parent):
         raise ConfigurationError(
             f"{location.local} belongs to the data set {split.parent}, and as the cache of {shown(location.remote)} "
             f"would be overwritten. Set another {location.section}.local, or remove {location.section}.remote to read "

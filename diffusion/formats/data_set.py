@@ -242,6 +242,11 @@ def check_folder(folder: str) -> str:
     return folder
 
 
+def is_data_set(folder: Path) -> bool:
+    """Return whether a folder of this machine is that of a data set, finished or not."""
+    return any((folder / name).exists() for name in (MANIFEST, SCAN, WORK))
+
+
 def list_own_files(folder: str) -> dict[str, storage.StoredFile]:
     """List the files below a folder of a data set that a writer may delete: by their names below it."""
     files = storage.list_files(folder).items()

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
+from diffusion import storage
 from diffusion.errors import ConfigurationError, UserError, first_line
 from diffusion.files import read_json
 
@@ -115,7 +116,7 @@ def hub_unavailable_reason() -> str | None:
     try:
         requests.head(constants.ENDPOINT, timeout=HUB_TIMEOUT)
     except requests.RequestException as error:
-        return f"{constants.ENDPOINT} does not answer ({type(error).__name__})."
+        return f"{storage.shown(constants.ENDPOINT)} does not answer ({type(error).__name__})."
     return None
 
 

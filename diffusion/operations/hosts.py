@@ -6,7 +6,6 @@ import shlex
 import socket
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from typing import Any
 from diffusion.config.checks import rank_problems
 from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError, MachineError
+from diffusion.launch import python_command
 from diffusion.operations import timeouts
 from diffusion.operations.checks.nodes import NodeSpeed, compare_nodes, unfit_nodes
 from diffusion.operations.checks.verdicts import Level, Verdict, merge, problem, raise_problems
@@ -214,7 +214,7 @@ class HostedJob:
         self._num_ranks = 0
         self._speeds: dict[str, NodeSpeed] = {}
         self._is_interrupted = False
-        here = [sys.executable, "-m", CHECK_MODULE, *arguments]
+        here = [*python_command(f"import runpy; runpy.run_module('{CHECK_MODULE}', run_name='__main__')"), *arguments]
         self._check = (lambda host: here) if pool is None else check_over_ssh(arguments)
 
     def start(self) -> list[str]:

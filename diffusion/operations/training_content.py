@@ -14,6 +14,7 @@ from diffusion.config.locations import weight_locations
 from diffusion.config.schema import Config
 from diffusion.config.secrets import redact
 from diffusion.datasets.provenance import Exposure, licence_of
+from diffusion.errors import printable
 from diffusion.files import read_json, read_json_lines, write_atomically
 from diffusion.formats.data_set import MANIFEST, REMOVED_SAMPLES, PreparedManifest, SourceEntry
 from diffusion.formats.run_folder import STARTS
@@ -133,4 +134,4 @@ def _table(head: str, counts: Sequence[tuple[str, int]]) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    return printable(" ".join(text.split()))

@@ -27,14 +27,13 @@ import xxhash
 from PIL import Image
 
 from diffusion import storage
-from diffusion.chat import Chat, Reply, UnansweredError, declines, is_refusal
+from diffusion.chat import Chat, Reply, UnansweredError, declines, is_refusal, shown_answer
 from diffusion.errors import ConfigurationError, UnavailableError, explained_writes
 from diffusion.files import append_json_lines, read_json_lines
 from diffusion.formats.data_set import ANSWERS, METADATA, SCORES
 from diffusion.preparation.config import ChatCaptionsConfig
 from diffusion.preparation.layout import CAPTIONS, GENERATED_CAPTIONS, file_numbers, local_copies, part_name, read_table
 from diffusion.preparation.metadata import removal_hash
-from diffusion.preparation.records import clean_text
 from diffusion.preparation.removed import Removed
 from diffusion.reports.page import image_uri
 
@@ -201,7 +200,7 @@ class ChatCaptioner:
             for name in ("failures", "prompt_tokens", "completion_tokens"):
                 counts[name] += getattr(reply, name)
             outcome, texts = read_reply(reply, self._keys)
-            detail = "" if texts else clean_text(" ".join(reply.text.split()))[:200]
+            detail = "" if texts else shown_answer(" ".join(reply.text.split()))[:200]
         dollars = server.dollars(counts["prompt_tokens"], counts["completion_tokens"])
         numbers = {name: counts[name] for name in COUNTS}
         return Answer(texts=texts, outcome=outcome, detail=detail, dollars=dollars, **numbers)

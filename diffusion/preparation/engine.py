@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from diffusion.distributed import is_first_rank
 from diffusion.errors import ConfigurationError, MachineError, first_line
+from diffusion.launch import python_command
 from diffusion.preparation.config import Engine, RayConfig
 
 logger = logging.getLogger(__name__)
@@ -164,7 +165,7 @@ class _Process:
         self.gpus = gpus
         self.connection, theirs = Pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from diffusion.preparation.engine import _serve; _serve({theirs.fileno()})"],
+            python_command(f"from diffusion.preparation.engine import _serve; _serve({theirs.fileno()})"),
             pass_fds=[theirs.fileno()],
             env={**os.environ, "CUDA_VISIBLE_DEVICES": gpus},
             stdin=subprocess.DEVNULL,
@@ -172,7 +173,7 @@ class _Process:
         )
         theirs.close()
         with contextlib.suppress(ConnectionError):  # It has died, as its pipe will say.
-            self.connection.send((sys.path, make))
+            self.connection.send_bytes(make)
 
     def give(self, tasks: Iterator[bytes], number: int = 1) -> None:
         """Send it some tasks, as far as there are any."""
@@ -259,7 +260,7 @@ def _serve(descriptor: int) -> None:
     global _is_worker_process
     _is_worker_process = True
     connection = Connection(descriptor)
-    sys.path[:], make = connection.recv()
+    worker = _Worker(connection.recv_bytes())
     tasks: SimpleQueue[bytes] = SimpleQueue()
 
     def receive() -> None:
@@ -268,7 +269,6 @@ def _serve(descriptor: int) -> None:
                 tasks.put(connection.recv_bytes())
         os.kill(os.getpid(), signal.SIGKILL)
 
-    worker = _Worker(make)
     threading.Thread(target=receive, daemon=True).start()
     while True:
         connection.send_bytes(worker(tasks.get()))

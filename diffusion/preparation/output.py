@@ -30,11 +30,13 @@ def claim(out: str, kind: str | None = None) -> Iterator[None]:
     process are removed; with None the caller checks what is there.
 
     Raises:
-        DataError: the folder holds another data set, or other files.
+        DataError: the folder holds another data set, other files, or a link into another data set.
         BusyError: another process is writing there.
         MachineError: the folder cannot be written to.
     """
     with _leased(storage.join(out, data_set.WRITER)) if storage.is_url(out) else _locked(out):
+        if not storage.is_url(out):
+            _check_links(Path(out))
         if kind is not None:
             if (found := data_set.read_kind(out)) not in (None, kind):
                 raise DataError(
@@ -46,6 +48,17 @@ def claim(out: str, kind: str | None = None) -> Iterator[None]:
                 for path in Path(out).rglob(f".*{PARTIAL}"):
                     path.unlink(missing_ok=True)
         yield
+
+
+def _check_links(out: Path) -> None:
+    """Reject links into another data set, whose files would be deleted; those to a plain folder may stay."""
+    for folder in (out, *(out / name for name in (*data_set.SPLITS, data_set.SCORES))):
+        for link in filter(Path.is_symlink, folder.iterdir() if folder.is_dir() else ()):
+            target = link.resolve()
+            root = next(filter(data_set.is_data_set, (target, *target.parents[:2])), None)
+            if root not in (None, out.resolve()):
+                raise DataError(f"{link} leads into another data set, {root}, whose files would be deleted: remove the "
+                                "link, or put a copy in its place")  # fmt: skip
 
 
 def clear_result(out: str) -> None:

@@ -24,7 +24,7 @@ from diffusion import storage
 from diffusion.config.loading import to_dict
 from diffusion.config.secrets import redact
 from diffusion.datasets.images import BYTES_PER_PIXEL, UndecodableImageError, decode_reduced
-from diffusion.errors import ConfigurationError, DataError
+from diffusion.errors import ConfigurationError, DataError, printable
 from diffusion.formats.data_set import LISTINGS, MANIFEST, METADATA, POSITIONS, REREAD, SCAN, SCORES
 from diffusion.preparation.chat_captions import restore_answers
 from diffusion.preparation.config import LimitsConfig, PrepareConfig
@@ -75,7 +75,7 @@ from diffusion.preparation.sources import Source, from_description, open_sources
 from diffusion.preparation.sources.base import REVISION
 from diffusion.preparation.sources.detection import source_config
 from diffusion.preparation.sources.huggingface import pinned
-from diffusion.preparation.sources.reading import matches, printable
+from diffusion.preparation.sources.reading import matches
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from PIL import Image
 from diffusion import storage
 from diffusion.config.loading import to_dict
 from diffusion.datasets.images import UndecodableImageError, decode_rgb
-from diffusion.errors import ConfigurationError, DataError, first_line
+from diffusion.errors import ConfigurationError, DataError, first_line, printable
 from diffusion.formats.data_set import ANSWERS, METADATA, SCORES, SCORES_RECORD
 from diffusion.preparation.chat_captions import (
     ANSWER_TYPE,
@@ -65,7 +65,6 @@ from diffusion.preparation.plugins import (
 from diffusion.preparation.records import WITHOUT_CAPTION, Location, Partition
 from diffusion.preparation.scan import Scan, changed_settings
 from diffusion.preparation.sources import Source
-from diffusion.preparation.sources.reading import printable
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ import pyarrow.compute as pc
 import xxhash
 
 from diffusion import storage
-from diffusion.errors import DataError, MachineError
+from diffusion.errors import DataError, MachineError, printable
 from diffusion.formats.data_set import (
     IDENTITIES,
     METADATA,
@@ -78,7 +78,6 @@ from diffusion.preparation.records import (
 from diffusion.preparation.scan import Scan, changed_settings
 from diffusion.preparation.select import Selection, kept_rows, read_selection, read_selections, write_finished
 from diffusion.preparation.sources import Source
-from diffusion.preparation.sources.reading import printable
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,10 @@ def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
+_ESCAPES = str.maketrans({"\\": "\\\\", "|": "\\|", "&": "&amp;", "<": "&lt;"})
+
+
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Table in GitHub's Markdown."""
-    escaped = ([cell.replace("|", "\\|") for cell in row] for row in (head, ["---"] * len(head), *rows))
-    return "\n".join(f"| {' | '.join(row)} |" for row in escaped)
+    """Table in GitHub's Markdown; HTML in the cells is shown as text."""
+    lines = ([cell.translate(_ESCAPES) for cell in row] for row in (head, ["---"] * len(head), *rows))
+    return "\n".join(f"| {' | '.join(row)} |" for row in lines)

@@ -287,7 +287,9 @@ def test_a_job_could_grow_when_more_hosts_are_fit_than_it_uses(answer, tmp_path)
 
 def test_this_machine_is_refused_with_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "here")
-    arguments = ["tests/tools/toy.yaml", "output_folder=/dev/null/run"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "torch.py").write_text("raise SystemExit('of a stranger')")
+    arguments = [f"{ROOT}/tests/tools/toy.yaml", "output_folder=/dev/null/run"]
     events = EventLog(tmp_path)
     machines = HostedJob(["true"], arguments, None, run_of(8), 300, events)
     with pytest.raises(MachineError, match=r"^here: /dev/null/run"):

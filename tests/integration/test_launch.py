@@ -124,6 +124,10 @@ def test_a_user_error_is_said_without_a_traceback_and_a_defect_passes(monkeypatc
     assert run_command(lambda: None, say=said.append) == 0
     assert run_command(lambda: fail(DataError("no shards in x")), say=said.append) == 2
     assert said == ["DataError: no shards in x"]
+    assert (
+        run_command(lambda: fail(DataError("\x1b[31mred\n\tof\rsftp://me:planted@host/x\udcff")), say=said.append) == 2
+    )
+    assert said[1] == "DataError: \\x1b[31mred\n\tof\\rsftp://***@host/x\\udcff"
     with pytest.raises(ZeroDivisionError):
         run_command(lambda: fail(ZeroDivisionError()))
 

@@ -104,6 +104,28 @@ def test_only_data_sets_are_written_to(out):
     assert storage.read(storage.join(out, "train", "thesis.doc")) == b"precious"
 
 
+@pytest.mark.parametrize("name", ["packed", "validation", "train/32-up", "scores/redness"])
+@pytest.mark.parametrize("mark", ["manifest.json", "scan.json", "work.partial"])
+def test_links_lead_to_plain_folders_only(tmp_path, name, mark):
+    ours, other, link = tmp_path / "ours", tmp_path / "other", tmp_path / "ours" / name
+    storage.write_json(str(ours / "scan.json"), {})
+    (other / name).mkdir(parents=True)
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(other / name)
+    for kind in (KIND, None):
+        with claim(str(ours), kind):
+            pass
+    (other / mark).mkdir()
+    for kind in (KIND, None):
+        with pytest.raises(DataError, match=f"{link} leads into another data set, {other},"), claim(str(ours), kind):
+            pass
+    (ours / name).unlink()
+    (ours / "own").mkdir()
+    (ours / name).symlink_to(ours / "own")
+    with claim(str(ours), KIND):
+        pass
+
+
 def test_a_listing_alone_is_no_strange_file(out):
     listing = storage.join(out, "listings", "000000.parquet")
     storage.write(listing, b"x")

@@ -74,7 +74,9 @@ def test_a_few_steps_of_a_large_stream_take_no_memory_but_the_counts() -> None:
     assert peak < 1.5 * counts.nbytes
 
 
-def test_the_command_lists_what_a_run_of_bad_images_has_seen(server, tmp_path: Path, monkeypatch) -> None:
+def test_the_command_lists_what_a_run_of_bad_images_has_seen(server, tmp_path: Path, monkeypatch, capsys) -> None:
+    licences = iter(["CC0\nforged 5\x1b[31m"])
+    monkeypatch.setattr("diffusion.operations.training_content.licence_of", lambda metadata: next(licences, ""))
     root = write_prepared(tmp_path / "data", {"b": 64}, bad=(3, 4, 63))
     ((yaml, overrides),) = runs(root, tmp_path / "run", 8)
     server.train(1, [(yaml, overrides)])
@@ -87,7 +89,9 @@ def test_the_command_lists_what_a_run_of_bad_images_has_seen(server, tmp_path: P
     assert times == {index: 1 for index in range(64) if index not in (3, 4, 63)} | {0: 2, 5: 3}
     text = summary.read_text()
     assert "| b |  |  | 0 | 0 | 61 | 64 |" in text
-    assert "| (none given) | 61 |" in text
+    assert "| (none given) | 60 |" in text
+    output = capsys.readouterr().out
+    assert "\nCC0\\nforged 5\\x1b[31m" in output and output.replace("\n", "").isprintable()
     assert f"before the run began on {datetime.datetime.now(datetime.UTC):%Y}" in text
 
 
@@ -101,7 +105,7 @@ def test_a_summary_has_sources_domains_rejections_and_takedowns(tmp_path: Path, 
     hosts = ["www.first.org", *(f"host{i}.org" for i in reversed(range(14)))]
     for i in range(20):
         url = f"https://{hosts[max(0, i - 5)]}/{i}.jpg"
-        metadata = {"license": "CC BY | 4.0", "url": url} if i else {"URL": "https://[no address"}
+        metadata = {"license": "CC BY | 4.0\n<b>\x1b", "url": url} if i else {"URL": "https://[no address"}
         content.add(Exposure(stream="a", index=i, times=2, key=f"web/{i}", metadata=metadata))
     for address in ("s3://bucket.org/1.jpg", "shapes://red.org", "host.org/1.jpg"):
         content.add(Exposure(stream="a", index=0, times=1, key="store/1", metadata={"url": address}))
@@ -111,7 +115,7 @@ def test_a_summary_has_sources_domains_rejections_and_takedowns(tmp_path: Path, 
     write_summary(tmp_path / "summary.md", content, **options)
     text = (tmp_path / "summary.md").read_text()
     assert "| web | parquet | s3://bucket/web | 1,500 | 4 | 20 | 40 |" in text
-    assert "| CC BY \\| 4.0 | 19 |" in text
+    assert "| CC BY \\| 4.0 &lt;b>\\\\x1b | 19 |" in text
     assert re.findall(r"\| (.*\.org) \| (\d+) \|", text) == [("first.org", "5"), ("host0.org", "1")]
     assert "| too_small | 1,496 |" in text
     assert "taken down from the data set: 2." in text

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 import pyarrow as pa
 
-from diffusion.errors import DataError, first_line
+from diffusion.errors import DataError, first_line, printable
 from diffusion.preparation.records import Partition, Reason
-from diffusion.preparation.sources.reading import UnfitFileError, file_of, printable, read_file
+from diffusion.preparation.sources.reading import UnfitFileError, file_of, read_file
 from diffusion.preparation.sources.tables import Batch, TableSource, raise_if_not_damage
 from diffusion.storage import is_url, shown
 

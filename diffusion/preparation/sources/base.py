@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, BinaryIO, ClassVar
 
 from diffusion import storage
-from diffusion.errors import DataError, MachineError
+from diffusion.errors import DataError, MachineError, printable
 from diffusion.preparation.config import LimitsConfig
 from diffusion.preparation.layout import part_name
 from diffusion.preparation.records import (
@@ -34,7 +34,6 @@ from diffusion.preparation.sources.reading import (
     matches,
     name_of,
     open_file,
-    printable,
     stat_file,
 )
 from diffusion.storage import Item, T, shown

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
-from diffusion.errors import DataError
+from diffusion.errors import DataError, printable
 from diffusion.preparation.records import has_text, parse_object
-from diffusion.preparation.sources.reading import UnfitFileError, open_file, printable
+from diffusion.preparation.sources.reading import UnfitFileError, open_file
 from diffusion.storage import shown
 
 TABLES = ("metadata.jsonl", "captions.csv", "metadata.csv")

@@ -12,7 +12,7 @@ from typing import Any
 
 from diffusion import storage
 from diffusion.datasets.images import EXTENSIONS
-from diffusion.errors import DataError, MachineError
+from diffusion.errors import DataError, MachineError, printable
 from diffusion.formats.data_set import MANIFEST, SCAN, WORK
 from diffusion.preparation.config import LimitsConfig, SourceConfig
 from diffusion.preparation.records import NoColumnsError, clean_text
@@ -23,7 +23,7 @@ from diffusion.preparation.sources.folder import FolderSource, is_image_name
 from diffusion.preparation.sources.huggingface import PREFIX, SPELLING, HuggingFaceSource, open_huggingface
 from diffusion.preparation.sources.mds import MDSSource, mds_folders, prepared_root
 from diffusion.preparation.sources.parquet import ParquetSource
-from diffusion.preparation.sources.reading import list_folder, matches, printable
+from diffusion.preparation.sources.reading import list_folder, matches
 from diffusion.preparation.sources.webdataset import WebDatasetSource
 from diffusion.storage import is_url, shown
 

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, NamedTuple
 
 from diffusion.datasets.images import EXTENSIONS
-from diffusion.errors import DataError, MachineError, first_line
+from diffusion.errors import DataError, MachineError, first_line, printable
 from diffusion.preparation.records import (
     Location,
     NoColumnsError,
@@ -38,7 +38,6 @@ from diffusion.preparation.sources.reading import (
     leads_out,
     list_folder,
     name_of,
-    printable,
     read_below,
     read_file,
 )

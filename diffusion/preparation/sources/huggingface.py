@@ -13,10 +13,9 @@ from typing import Any, ClassVar
 
 import pyarrow as pa
 
-from diffusion.errors import DataError, MachineError, first_line
+from diffusion.errors import DataError, MachineError, first_line, printable
 from diffusion.preparation.records import Partition, Partitions
 from diffusion.preparation.sources.base import Source, compare
-from diffusion.preparation.sources.reading import printable
 from diffusion.preparation.sources.tables import BATCH_ROWS, Batch, TableSource, raise_if_not_damage
 
 PREFIX = "hf-dataset:"

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, ClassVar, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from diffusion.errors import DataError, first_line
+from diffusion.errors import DataError, first_line, printable
 from diffusion.formats.data_set import MANIFEST, REMOVED_SAMPLES, SPLITS
 from diffusion.formats.shards import INDEX, STREAMED, SampleDecoder, ShardFormat
 from diffusion.preparation.records import (
@@ -36,7 +36,6 @@ from diffusion.preparation.sources.reading import (
     file_of,
     list_folder,
     name_of,
-    printable,
     read_file,
     stat_file,
 )

@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from typing import BinaryIO, NamedTuple
 
 from diffusion import storage
-from diffusion.errors import DataError, MachineError
+from diffusion.errors import DataError, MachineError, printable
 from diffusion.preparation.records import Reason, has_surrogates
 from diffusion.storage import is_url, shown
 
@@ -65,11 +65,6 @@ def file_of(name: str) -> str:
 def name_of(file: str) -> str:
     """Return the name that `file_of` wrote."""
     return json.loads(file) if file[:1] == file[-1:] == '"' else file
-
-
-def printable(text: str) -> str:
-    """Escape control characters and bytes that are not UTF-8, which must not reach a terminal."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:

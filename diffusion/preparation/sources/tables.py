@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from diffusion.errors import DataError, MachineError, first_line
+from diffusion.errors import DataError, MachineError, first_line, printable
 from diffusion.preparation.measures import file_format
 from diffusion.preparation.records import (
     Location,
@@ -23,7 +23,7 @@ from diffusion.preparation.records import (
     not_successful,
 )
 from diffusion.preparation.sources.base import MAX_CAPTIONS, Source, rejected_for_texts
-from diffusion.preparation.sources.reading import UnfitFileError, printable, read_below
+from diffusion.preparation.sources.reading import UnfitFileError, read_below
 from diffusion.storage import shown
 
 IMAGE_COLUMNS = ("image", "jpg", "png", "webp", "image_bytes", "image_path", "file_name", "path")

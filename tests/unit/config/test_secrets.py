@@ -2,8 +2,10 @@
 
 import pytest
 
+from diffusion.chat import ServerConfig
 from diffusion.config.checks import check
 from diffusion.config.fields import check_sections
+from diffusion.config.keys import schema_keys
 from diffusion.config.loading import load, to_public_yaml
 from diffusion.config.schema import Config
 from diffusion.config.secrets import is_secret_name, redact, redact_arguments
@@ -12,18 +14,22 @@ from diffusion.datasets.streams import StreamLocation, find_marked
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.launch import CommandParser
 from diffusion.operations.supervisor import split_command
+from diffusion.preparation.config import PrepareConfig
 
 
-@pytest.mark.parametrize("name", ["api_key", "apiKey", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "password", "x-api-key"])
-def test_names_of_secrets(name: str) -> None:
-    assert is_secret_name(name)
+def test_names_of_secrets() -> None:
+    names = (
+        "api_key apiKey HF_TOKEN AWS_SECRET_ACCESS_KEY password x-api-key AZURE_STORAGE_KEY HF_TOKEN_2 MY_API_KEY_2 "
+    )
+    names += "MY_API_KEY_2 GITHUB_PAT DB_PASS SASTOKEN password2 PGPASSWORD api_keys account_keys GCS_KEY HF_KEY"
+    assert [name for name in names.split() if not is_secret_name(name)] == []
 
 
-@pytest.mark.parametrize(
-    "name", ["token_ids", "tokenizer", "key", "monkey", "num_tokens", "keep_every", "max_token_length"]
-)
-def test_names_of_other_things(name: str) -> None:
-    assert not is_secret_name(name)
+def test_names_of_other_things() -> None:
+    names = "token_ids tokenizer key monkey num_tokens keep_every max_token_length key_hash path patch passes compass "
+    names += "pat pass tokens num_passes sort_key keys token_routing HOME PATH SSH_AUTH_SOCK"
+    keys = [*names.split(), *schema_keys(Config), *schema_keys(PrepareConfig)]
+    assert [name for name in keys if is_secret_name(name)] == []
 
 
 def test_secrets_are_hidden_by_name_by_shape_in_addresses_and_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +57,8 @@ def test_secrets_are_hidden_by_name_by_shape_in_addresses_and_by_value(monkeypat
     "value",
     [
         *({name: "planted"} for name in ("pwd", "bearer", "webhook", "openai_key", "secrets")),
+        {"api_keys": ["planted"], "tokens": {"hf": "planted", "gh": {"read": ["planted"]}}, "hf_tokens": ["planted"]},
+        *(f"https://host/x?a=1&{name}=planted" for name in ("pwd", "pass", "auth", "jwt", "db_pass")),
         "DefaultEndpointsProtocol=https;AccountKey=planted==;EndpointSuffix=core",
         "https://hooks.slack.com/services/T0/B0/planted",
         ["Authorization: Bearer planted", "Cookie: sid=planted"],
@@ -71,6 +79,10 @@ def test_what_looks_like_a_secret_and_is_none(monkeypatch: pytest.MonkeyPatch) -
     values = {
         "tokens": [49406, 1],
         "pass": "second",
+        "first_pass": True,
+        "max_tokens": 24,
+        "groups": {"tokens": {"mean": 3.5, "all": [1, 2]}, "special_tokens": ["<s>"]},
+        "page": "https://host/x?compass=north&passes=2&author=me",
         "webhook_variable": "NAME",
         "notes": ["/home/someone/x", "http://host:80/a@b", "Bearer of good news; key=3", "a cookie: of chocolate"],
     }
@@ -93,6 +105,17 @@ def test_messages_hide_passwords_in_addresses() -> None:
     with pytest.raises(DataError, match="withdrawn") as of_data:
         find_marked(StreamLocation(name="a", remote=f"{root}/train/a", local="/x", files=files))
     assert not any("nted" in str(caught.value) for caught in (of_sections, of_relations, of_data))
+
+
+@pytest.mark.parametrize("pasted", ["https://chat.example.com/hooks/planted", "planted-token"])
+def test_a_secret_in_place_of_its_variable_is_not_shown(pasted: str) -> None:
+    config = Config(run_name="a", output_folder="/x")
+    config.operations.supervision.webhook_variable = pasted
+    server = ServerConfig(url="http://host/v1", key_variable=pasted)
+    for section, key in ((config, "webhook_variable"), (server, "key_variable")):
+        with pytest.raises(ConfigurationError, match=key) as caught:
+            check_sections(section)
+        assert "planted" not in str(caught.value)
 
 
 def test_secrets_are_hidden_in_a_command_line() -> None:

@@ -23,6 +23,11 @@ def a_image(number: int) -> BadImage:
     return BadImage(stream="b", index=number, key=f"b/{number}", epoch=0, error="cut off")
 
 
+def test_keys_of_strangers_reach_no_terminal(caplog: pytest.LogCaptureFixture) -> None:
+    BadImages().count_bad(BadImage(stream="b", index=0, key="\x1b[31m/\n", epoch=0, error="cut\roff"))
+    assert caplog.messages and all(map(str.isprintable, caplog.messages))
+
+
 def test_substitutes_are_the_next_usable_samples() -> None:
     substitutes = Substitutes(8, [7, 2, 3, 0])
     assert [substitutes.substitute_of(index) for index in range(8)] == [1, 1, 4, 4, 4, 5, 6, 1]

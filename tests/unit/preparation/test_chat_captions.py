@@ -211,6 +211,15 @@ def test_a_key_with_other_characters_is_not_shown(monkeypatch, key):
     assert "a-secret" not in str(raised.value)
 
 
+def test_an_answer_that_repeats_the_key_is_kept_without_it(monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", KEY)
+    choice = {"message": {"content": f"Your key {KEY} is \x1b[31mwrong"}}
+    with chat_server(lambda image, number: json.dumps({"choices": [choice]}), key=KEY) as server:
+        [answer] = ask(captioner(server.url, {"key_variable": "MY_API_KEY"}))
+    assert answer.outcome is Outcome.invalid and answer.detail.isprintable()
+    assert "Your key" in answer.detail and KEY not in answer.detail
+
+
 def test_mistaken_places_of_a_key_are_not_shown():
     server = {"url": "http://127.0.0.1:1/v1", "key_variable": "pasted-0123"}
     section = from_dict(

@@ -43,6 +43,13 @@ def test_tasks_are_taken_as_they_are_needed_and_make_is_called_once_per_worker()
     assert len({pid for pid, _ in everything} | {os.getpid()}) == 3
 
 
+def test_workers_import_nothing_from_the_working_directory(tmp_path, monkeypatch):
+    for name in ("cloudpickle", "diffusion", "json"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('of a stranger')")
+    monkeypatch.chdir(tmp_path)
+    assert sorted(run(Workers(number=2), doubling, range(4))) == [0, 2, 4, 6]
+
+
 def test_large_tasks_and_results_do_not_block_each_other():
     sizes = [len(result) for result in run(Workers(number=2), doubling, [b"x" * 2**21] * 12)]
     assert sizes == [2**22] * 12

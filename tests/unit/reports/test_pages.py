@@ -39,4 +39,9 @@ def test_a_page_is_self_contained_reproducible_and_escapes_what_it_is_given(tmp_
 
 def test_tables_of_text():
     assert text_table([("name", "n"), ("a", "10"), ("longer", "")]) == ["name     n", "a       10", "longer"]
-    assert markdown_table(["a", "b"], [["x|y", "1"]]) == "| a | b |\n| --- | --- |\n| x\\|y | 1 |"
+    row = ["x|y\\|", "<img> &lt;"]
+    assert markdown_table(["a", "b"], [row]).splitlines() == [
+        "| a | b |",
+        "| --- | --- |",
+        r"| x\|y\\\| | &lt;img> &amp;lt; |",
+    ]
