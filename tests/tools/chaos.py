@@ -150,10 +150,6 @@ class Scene:
         rows = [json.loads(line) for line in lines if line.endswith("}")]
         return [row["step"] for row in rows if row["event"] == "start"]
 
-    def waits_for_batches(self) -> bool:
-        """Whether a rank is alive and in training, which without a store comes to wait for its data."""
-        return any(heartbeat.step >= 0 and is_alive(heartbeat) for heartbeat in self.heartbeats())
-
     def kill_job(self) -> None:
         """End the launcher and all ranks at once, as when the machine loses power."""
         kill(self.job())
