@@ -251,11 +251,6 @@ class Ingredients:
         return {key: section for key, section in found.items() if isinstance(section, IngredientConfig)}
 
     @property
-    def has_ingredients(self) -> bool:
-        """Return whether there are ingredients, of this package or of the user's."""
-        return bool(self.ingredient_sections or self.ingredients)
-
-    @property
     def adapted_text_width(self) -> int | None:
         """Width of the text for the network, unless it is that of the text encoder."""
         return None if self.text_adapter is None else self.text_adapter.width

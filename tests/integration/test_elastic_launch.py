@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 import pytest
@@ -20,9 +19,9 @@ from diffusion.checkpointing.layout import batch_of
 from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
 from tests.tools.forking import free_port
 from tests.tools.hosts import Agent, Agents, Network
+from tests.tools.runs import assert_same_steps, disturb_host, losses, starts, traced
 from tests.tools.training_runs import Run, TrainingServer
 from tests.tools.waiting import wait_until
-from verification.callbacks import step_hashes
 
 pytestmark = pytest.mark.slow
 
@@ -73,25 +72,9 @@ class AwaitSignal(Callback):
                 time.sleep(0.05)
 
 
-class Undisturbed(NamedTuple):
-    hashes: dict[int, str]
-    losses: list[float]
-
-
 def recipe(folder: Path, *callbacks: str, steps: int = NUM_STEPS, dist_timeout: int = 60) -> Run:
-    trace = f"{{path: verification.callbacks.DrawTrace, arguments: {{folder: {folder}/trace}}}}"
-    return "tests/tools/toy.yaml", [
-        f"output_folder={folder}",
-        "samples.prompts=[]",
-        f"trainer.max_duration={steps}ba",
-        f"trainer.dist_timeout={dist_timeout}",
-        f"plugins.callbacks=[{', '.join([trace, *callbacks])}]",
-    ]
-
-
-def disturbed(what: str, host: str, number: int = signal.SIGKILL) -> str:
-    arguments = f"{{step: 3, host: {host}, what: {what}, number: {int(number)}}}"
-    return f"{{path: tests.tools.toys.DisturbHost, arguments: {arguments}}}"
+    overrides = traced(folder, *callbacks, dist_timeout=dist_timeout)
+    return "tests/tools/toy.yaml", [*overrides, f"trainer.max_duration={steps}ba"]
 
 
 def alone(num_ranks: int) -> list[str]:
@@ -125,44 +108,30 @@ def fixed(host: str, port: int, network: Network | None) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(agents: Agents, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+def undisturbed(agents: Agents, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("undisturbed")
     agent = agents.start("first", alone(1), [recipe(run)])
     assert agent.wait(300) == 0, agent.output
     assert starts(run) == [1]
-    return Undisturbed(step_hashes(run / "trace"), series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)[1])
-
-
-def starts(run: Path) -> list[int]:
-    """World sizes of the starts of a run."""
-    rows = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
-    return [row["world_size"] for row in rows if row["event"] == "start"]
-
-
-def assert_equal(run: Path, undisturbed: Undisturbed) -> None:
-    """No step is missing or doubled, all that was drawn is equal, and so are losses, up to rounding."""
-    steps, losses = series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)
-    assert steps == list(range(NUM_STEPS))
-    assert step_hashes(run / "trace") == undisturbed.hashes
-    assert losses == pytest.approx(undisturbed.losses, rel=1e-5)
-    assert not (run / "preempted.json").exists()
+    assert len(losses(run)) == NUM_STEPS
+    return run
 
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_torchrun_starts_ranks_again_and_no_step_is_lost_or_doubled(agents, undisturbed, tmp_path, number):
-    agent = agents.start("first", alone(2), [recipe(tmp_path, disturbed("rank", "first", number))])
+    agent = agents.start("first", alone(2), [recipe(tmp_path, disturb_host("rank", "first", number))])
     assert agent.wait(300) == 0, agent.output
     assert starts(tmp_path) == [2, 2]
     assert agent.output.count(f"{number.name} after step 5: saved") == (number != signal.SIGKILL)
-    assert_equal(tmp_path, undisturbed)
+    assert_same_steps(tmp_path, undisturbed)
 
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_torchrun_alone_saves_the_run(agents, tmp_path, number):
     """SIGTERM is passed on to the ranks; SIGUSR1 ends torchrun, and they notice that it is gone."""
-    run = recipe(tmp_path, disturbed("agent", "first", number), steps=ENDLESS)
+    run = recipe(tmp_path, disturb_host("agent", "first", number), steps=ENDLESS)
     agent = agents.start("first", alone(2), [run])
     assert agent.wait(300) != 0
     wait_until(lambda: not agent.ranks, "ranks go on")
@@ -173,16 +142,16 @@ def test_a_signal_to_torchrun_alone_saves_the_run(agents, tmp_path, number):
 def test_a_host_whose_agent_is_killed_is_left_behind(agents, network, undisturbed, tmp_path):
     """Its ranks notice that the agent is gone, and say so to all; so not even a step is done twice."""
     await_signal = "{path: tests.integration.test_elastic_launch.AwaitSignal}"
-    both = start_both(agents, elastic, network, tmp_path, disturbed("agent", "second"), await_signal)
+    both = start_both(agents, elastic, network, tmp_path, disturb_host("agent", "second"), await_signal)
     assert both["second"].wait(300) == -signal.SIGKILL, both["second"].output
     assert both["first"].wait(300) == 0, both["first"].output
     assert starts(tmp_path) == [2, 1]
-    assert_equal(tmp_path, undisturbed)
+    assert_same_steps(tmp_path, undisturbed)
 
 
 @pytest.mark.world_size(2)
 def test_a_lost_host_ends_the_others_and_both_continue(agents, network, undisturbed, tmp_path):
-    both = start_both(agents, fixed, network, tmp_path, disturbed("all", "second"))
+    both = start_both(agents, fixed, network, tmp_path, disturb_host("all", "second"))
     assert both["second"].wait(300) == -signal.SIGKILL, both["second"].output
     assert both["first"].wait(60 + GRACE) != 0
     assert_continues(agents, network, undisturbed, tmp_path)
@@ -191,7 +160,7 @@ def test_a_lost_host_ends_the_others_and_both_continue(agents, network, undistur
 @pytest.mark.world_size(2)
 def test_hosts_that_are_cut_off_from_each_other_end_and_both_continue(agents, network, undisturbed, tmp_path):
     skip_without(network)
-    both = start_both(agents, fixed, network, tmp_path, disturbed("cable", "second"), dist_timeout=DIST_TIMEOUT)
+    both = start_both(agents, fixed, network, tmp_path, disturb_host("cable", "second"), dist_timeout=DIST_TIMEOUT)
     cut = wait_for_cut(network, both)
     assert both["first"].wait(DIST_TIMEOUT + GRACE) != 0
     assert both["second"].wait(DIST_TIMEOUT + GRACE) != 0
@@ -203,7 +172,7 @@ def test_hosts_that_are_cut_off_from_each_other_end_and_both_continue(agents, ne
 @pytest.mark.world_size(2)
 def test_of_hosts_that_are_cut_off_from_each_other_one_goes_on(agents, network, undisturbed, tmp_path):
     skip_without(network)
-    both = start_both(agents, elastic, network, tmp_path, disturbed("cable", "second"), dist_timeout=DIST_TIMEOUT)
+    both = start_both(agents, elastic, network, tmp_path, disturb_host("cable", "second"), dist_timeout=DIST_TIMEOUT)
     cut = wait_for_cut(network, both)
     wait_until(lambda: not both["second"].ranks, "the ranks that were cut off go on")
     assert time.monotonic() - cut < DIST_TIMEOUT + GRACE
@@ -211,7 +180,7 @@ def test_of_hosts_that_are_cut_off_from_each_other_one_goes_on(agents, network, 
     assert both["second"].wait(300) != 0
     network.plug_in()
     assert starts(tmp_path) == [2, 1]
-    assert_equal(tmp_path, undisturbed)
+    assert_same_steps(tmp_path, undisturbed)
 
 
 @pytest.mark.world_size(4)
@@ -222,7 +191,7 @@ def test_of_four_hosts_three_go_on_and_all_draws_are_those_of_one_process(agents
     yaml, overrides = recipe(alone_run)
     reference = agents.start("first", alone(1), [(yaml, [*overrides, batch])])
 
-    yaml, overrides = recipe(run, disturbed("all", "third"))
+    yaml, overrides = recipe(run, disturb_host("all", "third"))
     port, meet = free_port(), tmp_path / "meet"
     meet.mkdir()
     torchrun = {host: elastic(host, port, network, "3:4") for host in network.hosts}
@@ -231,8 +200,7 @@ def test_of_four_hosts_three_go_on_and_all_draws_are_those_of_one_process(agents
         assert agent.wait(300) == (-signal.SIGKILL if host == "third" else 0), agent.output
     assert starts(run) == [4, 3]
     assert reference.wait(300) == 0, reference.output
-    losses = series(read_metrics(alone_run / "metrics.jsonl"), TRAIN_LOSS)[1]
-    assert_equal(run, Undisturbed(step_hashes(alone_run / "trace"), losses))
+    assert_same_steps(run, alone_run)
 
 
 def skip_without(network: Network | None) -> None:
@@ -249,12 +217,12 @@ def start_both(
     return agents.start_together(torchrun, [recipe(folder, *callbacks, dist_timeout=dist_timeout)], meet)
 
 
-def assert_continues(agents: Agents, network: Network | None, undisturbed: Undisturbed, run: Path) -> None:
+def assert_continues(agents: Agents, network: Network | None, undisturbed: Path, run: Path) -> None:
     """The same command on both hosts continues."""
     for host, agent in start_both(agents, fixed, network, run).items():
         assert agent.wait(300) == 0, f"{host}: {agent.output}"
     assert starts(run) == [2, 2]
-    assert_equal(run, undisturbed)
+    assert_same_steps(run, undisturbed)
 
 
 def wait_for_cut(network: Network, both: Mapping[str, Agent]) -> float:

@@ -1,6 +1,5 @@
-"""What a hostile source may do to a preparation: images of every layout come whole, and nothing else comes at all."""
+"""What a hostile source may do to a preparation: nothing but whole images comes through."""
 
-import json
 import os
 import pickle
 import re
@@ -8,91 +7,22 @@ import subprocess
 import time
 from pathlib import Path
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image, PngImagePlugin
 
-from diffusion.datasets.images import decode_rgb
-from diffusion.preparation.config import BucketsConfig, LimitsConfig
+from diffusion.preparation.config import LimitsConfig
 from tests.tools.image_files import encode, noise, sample, write_folder, write_mds, write_table, write_tar
 from tests.tools.preparing import prepare, read_samples
 from tests.tools.training_runs import ROOT, environment
 
 pytestmark = pytest.mark.slow
 
-NUM = 17
-"""Images of a layout."""
-
-
-def samples_of(out: Path) -> dict[str, dict]:
-    """Samples of a data set by key, each with its `split/bucket`."""
-    return {one["key"]: one | {"place": folder} for folder, listed in read_samples(out).items() for one in listed}
-
 
 def reasons_of(out: Path) -> dict[str, str]:
     """Reason of each image that the scan rejected, by key."""
     rows = [row for path in sorted((out / "metadata").iterdir()) for row in pq.read_table(path).to_pylist()]
     return {row["key"]: row["reason"] for row in rows if row["reason"]}
-
-
-# Layouts
-
-
-def turned(number: int) -> bytes:
-    """A JPEG of some size with one of the eight orientations."""
-    exif = Image.Exif()
-    exif[0x0112] = number % 8 + 1
-    width, height = 30 + 7 * (number % 5), 30 + 11 * (number % 3)
-    return noise(width, height, number, "JPEG", exif=exif, quality=80)
-
-
-def write_layouts(root: Path) -> dict[str, tuple[Path, list[str], list[bytes]]]:
-    """Write six layouts; return the source, the captions and the images of each."""
-    images = {name: [turned(100 * at + i) for i in range(NUM)] for at, name in enumerate("abcdef")}
-    captions = {name: [f"{name} {i} \u00e9\u4e2d" for i in range(NUM)] for name in images}
-    for name in "ab":
-        (root / name).mkdir()
-        for i, image in enumerate(images[name]):
-            (root / name / f"{i:02}.jpg").write_bytes(image)
-    for i, caption in enumerate(captions["a"]):
-        (root / "a" / f"{i:02}.txt").write_text(caption)
-    lines = [json.dumps({"file_name": f"{i:02}.jpg", "text": caption}) for i, caption in enumerate(captions["b"])]
-    (root / "b" / "metadata.jsonl").write_text("\n".join(lines))
-    pairs = zip(images["c"], captions["c"], strict=True)
-    members = [
-        member for i, (image, text) in enumerate(pairs)
-        for member in ((f"{i:02}.jpg", image), (f"{i:02}.txt", text.encode()))
-    ]  # fmt: skip
-    write_tar(root / "c.tar", members)
-    write_table(root / "d.parquet", {"jpg": images["d"], "caption": captions["d"]}, row_group_size=4)
-    from datasets import Dataset
-
-    Dataset.from_dict({"image": images["e"], "text": captions["e"]}).save_to_disk(str(root / "e"))
-    shards = [{"image": image, "caption": text} for image, text in zip(images["f"], captions["f"], strict=True)]
-    write_mds(root / "f", {"image": "bytes", "caption": "str"}, shards, size_limit=3000)
-    sources = {"a": "a", "b": "b", "c": "c.tar", "d": "d.parquet", "e": "e", "f": "f"}
-    return {name: (root / sources[name], captions[name], images[name]) for name in images}
-
-
-def test_images_of_six_layouts_are_equal_to_the_byte(tmp_path):
-    layouts = write_layouts(tmp_path)
-    buckets = BucketsConfig(sizes=["32x32", "32x48", "48x32"], upscale=True)
-    manifest = prepare([path for path, _, _ in layouts.values()], tmp_path / "out", buckets=buckets, partition_size=5)
-    assert (manifest.kept, manifest.seen) == (6 * NUM, 6 * NUM)
-    assert [entry.kept for entry in manifest.sources] == [NUM] * 6
-    assert len({entry.kind for entry in manifest.sources}) == 5
-    by_caption = {tuple(one["captions"]): one for one in samples_of(tmp_path / "out").values()}
-    for path, captions, images in layouts.values():
-        for caption, image in zip(captions, images, strict=True):
-            one = by_caption[(caption,)]
-            assert one["image"] == image
-            assert one["key"].startswith(path.name)
-            width, height = decode_rgb(image).size
-            assert (one["width"], one["height"]) == (width, height)
-            ratios = {"32x32": 1, "32x48": 1.5, "48x32": 1 / 1.5}
-            nearest = min(ratios.values(), key=lambda ratio: abs(np.log(ratio * height / width)))
-            assert ratios[one["place"].partition("/")[2]] == nearest
 
 
 # Files
@@ -105,7 +35,7 @@ def many_scans(number: int, side: int) -> bytes:
     return data[:last] + data[last:-2] * number + b"\xff\xd9"
 
 
-def write_hostile_files(folder: Path, outside: Path) -> dict[str, str]:
+def write_hostile_files(folder: Path) -> dict[str, str]:
     """Write images that go wrong, each in its way; return the expected reason of each, empty if it is kept."""
     folder.mkdir()
     png, jpeg = noise(24, 24), noise(24, 24, image_format="JPEG")
@@ -139,56 +69,24 @@ def write_hostile_files(folder: Path, outside: Path) -> dict[str, str]:
         (folder / name).write_bytes(content)
         (folder / name).with_suffix(".txt").write_text(f"of {name}")
         expected[name] = reason
-    captions = {
-        "none.png": (None, "missing_caption"),
-        "blank.png": (b" \n\t", "empty_caption"),
-        "latin.png": (b"caf\xe9", "invalid_utf8"),
-        "utf16.png": ("x y".encode("utf-16"), "invalid_utf8"),
-        "long.png": (b"word " * 5000, "too_large"),
-        "word.png": (b"x" * 16_000, "too_large"),
-        "giant.png": (b"word " * 2_000_000, "too_large"),
-    }
-    for name, (caption, reason) in captions.items():
-        (folder / name).write_bytes(png)
-        if caption is not None:
-            (folder / name).with_suffix(".txt").write_bytes(caption)
-        expected[name] = reason
-    tables = {
-        "broken.png": ("{", "invalid_json"),
-        "nested.png": ("[" * 100_000, "invalid_json"),
-        "deep.png": ('{"caption": "x", "a": ' + '{"a":' * 20_000 + "1" + "}" * 20_001, "invalid_json"),
-        "much.png": (json.dumps({"caption": "x", "more": "y" * 300_000}), "too_large"),
-    }
-    for name, (values, reason) in tables.items():
-        (folder / name).write_bytes(png)
-        (folder / name).with_suffix(".json").write_text(values)
-        expected[name] = reason
-    os.mkfifo(folder / "pipe.png")
-    (folder / "pipe.txt").write_text("x")
-    (outside / "secret.png").write_bytes(png)
-    for name, target in {"out.png": outside / "secret.png", "loop.png": folder / "loop.png"}.items():
-        (folder / name).symlink_to(target)
-        (folder / name).with_suffix(".txt").write_text("x")
-    (folder / "caption loop.png").write_bytes(png)
-    (folder / "caption loop.txt").symlink_to(folder / "caption loop.txt")
-    (folder / "caption pipe.png").write_bytes(png)
-    os.mkfifo(folder / "caption pipe.txt")
-    unreadable = ("pipe.png", "out.png", "loop.png", "caption loop.png", "caption pipe.png")
-    (folder / "animal.xyz").write_bytes(png)
-    (folder / "animal.txt").write_text("x")
-    return expected | dict.fromkeys(unreadable, "unreadable") | {"animal.xyz": "missing_image"}
+    (folder / "giant.png").write_bytes(png)
+    (folder / "giant.txt").write_bytes(b"word " * 2_000_000)
+    (folder / "nested.png").write_bytes(png)
+    (folder / "nested.json").write_text("[" * 100_000)
+    (folder / "loop.png").symlink_to(folder / "loop.png")
+    (folder / "loop.txt").write_text("x")
+    return expected | {"giant.png": "too_large", "nested.png": "invalid_json", "loop.png": "unreadable"}
 
 
 def test_each_hostile_file_is_one_rejection_with_its_reason(tmp_path):
-    expected = write_hostile_files(tmp_path / "set", tmp_path)
+    expected = write_hostile_files(tmp_path / "set")
     began = time.process_time()
     manifest = prepare([tmp_path / "set"], tmp_path / "out", edges=[16])
     assert time.process_time() - began < 20
     reasons = reasons_of(tmp_path / "out")
-    kept = samples_of(tmp_path / "out")
+    kept = {one["key"]: one for listed in read_samples(tmp_path / "out").values() for one in listed}
     found = {**{key[4:]: "" for key in kept}, **{key[4:]: reason for key, reason in reasons.items()}}
     assert found == expected
-    assert len(expected) > 30
     assert (manifest.seen, manifest.kept) == (len(expected), len(kept))
     for key, one in kept.items():
         assert one["image"] == (tmp_path / key).read_bytes()

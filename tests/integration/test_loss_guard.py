@@ -32,7 +32,7 @@ from diffusion.formats.run_folder import (
 from diffusion.operations.heartbeats import Phase, read_heartbeats
 from diffusion.trainer import HostNumber
 from tests.integration.test_failures import latents
-from tests.tools.runs import losses
+from tests.tools.runs import losses, starts
 
 COMMON = ["samples.prompts=[]", "data.global_batch_size=8", "trainer.save_interval=2ba"]
 
@@ -131,8 +131,7 @@ def test_a_nan_that_passes_leaves_no_trace_in_the_run(server, tmp_path):
     assert (pending.step, pending.limit, pending.skipped) == (4, 3, ())
     assert list(hit.glob("checkpoints/*-ba4")), "saved before its weights were known to be good"
     server.train(2, [run(hit, poison(4, tmp_path / "done"))])
-    starts = [json.loads(line) for line in (hit / "starts.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in starts if row["event"] == "start"] == [0, 2]
+    assert starts(hit, "step") == [0, 2]
     assert read_rollbacks(hit) == [pending]
     assert losses(hit) == losses(whole)
     assert len(losses(whole)) == 8

@@ -27,7 +27,6 @@ from tests.tools.training_runs import ROOT, Job, TrainingServer
 DASHBOARD = json.loads((ROOT / "launchers" / "grafana.json").read_text())
 LOGGED = (names.LOSS, names.IMAGES_PER_SECOND, names.STEPS_PER_SECOND, names.MFU, names.DATA_WAITING)
 OF_RUN_FOLDER = (names.STEP, names.HEARTBEAT_AGE, names.RESTARTS, names.GPU_HOURS, names.DOLLARS)
-OF_WATCHER = (names.QUEUE, names.LEASED, names.DONE)
 
 
 def scrape(port: int | None) -> dict[tuple[str, str], float]:

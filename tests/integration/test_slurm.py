@@ -1,6 +1,5 @@
 """launchers/slurm.sbatch on a real SLURM of one node, and of four in network namespaces, which is started for it."""
 
-import json
 import os
 import re
 import shutil
@@ -14,12 +13,13 @@ import pytest
 from diffusion.operations import processes
 from tests.tools.forking import free_port
 from tests.tools.hosts import Network
-from tests.tools.runs import signal_at
+from tests.tools.runs import assert_same_steps, disturb_host, losses, signal_at, starts, traced
 from tests.tools.training_runs import ROOT, environment
 from tests.tools.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
+TOY = "tests/tools/toy.yaml"
 PROGRAMS = ("slurmctld", "slurmd", "sbatch")
 
 CONFIGURATION = """
@@ -198,21 +198,18 @@ def test_exit_codes_decide_what_follows(cluster, stand_in, tmp_path, code, state
 @pytest.mark.world_size(2)
 def test_a_run_that_gets_a_signal_is_saved_queued_again_and_continued(server, cluster, tmp_path):
     """SIGUSR1 comes in step 3, as before a time limit."""
-    from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
-
     run, log = tmp_path / "run", tmp_path / "log.txt"
     overrides = [f"output_folder={run}", "samples.prompts=[]", signal_at(3, 10, rank=1)]
     python = str(server.programs(tmp_path / "bin") / "python")
-    number = cluster.submit(log, ["tests/tools/toy.yaml", *overrides], PYTHON=python)
+    number = cluster.submit(log, [TOY, *overrides], PYTHON=python)
     known = cluster.wait_for(number, log)
     text = log.read_text()
     assert "JobState=COMPLETED" in known, text
     assert "Restarts=1" in known
     assert text.count("SIGUSR1 after step 5: saved") == 1, text
     assert "Traceback" not in text
-    starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
-    assert [(row["step"], row["world_size"]) for row in starts if row["event"] == "start"] == [(0, 2), (5, 2)]
-    assert series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)[0] == list(range(8))
+    assert (starts(run, "step"), starts(run)) == ([0, 5], [2, 2])
+    assert len(losses(run)) == 8
 
 
 RANK = """#!/bin/bash
@@ -229,22 +226,12 @@ def test_of_four_nodes_one_is_lost_and_the_job_continues_on_two(server, four_nod
 
     Draws are those of one process.
     """
-    from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
-    from verification.callbacks import step_hashes
-
-    def recipe(run: Path, *callbacks: str) -> list[str]:
-        trace = f"{{path: verification.callbacks.DrawTrace, arguments: {{folder: {run}/trace}}}}"
-        plugins = f"plugins.callbacks=[{', '.join([trace, *callbacks])}]"
-        settings = [f"output_folder={run}", "samples.prompts=[]", "trainer.dist_timeout=20"]
-        return ["tests/tools/toy.yaml", *settings, plugins]
-
     alone, run, log, python = (tmp_path / name for name in ("alone", "four", "log.txt", "python"))
-    yaml, *overrides = recipe(alone)
-    server.train(1, [(yaml, overrides)])
+    server.train(1, [(TOY, traced(alone, dist_timeout=20))])
     python.write_text(RANK.format(launch=" ".join(server.launcher(0)[:-1])))
     python.chmod(0o755)
-    cut = "{path: tests.tools.toys.DisturbHost, arguments: {step: 3, host: third, what: cable}}"
-    number = four_nodes.submit(log, recipe(run, cut), nodes="4", ranks=1, PYTHON=str(python))
+    overrides = traced(run, disturb_host("cable", "third"), dist_timeout=20)
+    number = four_nodes.submit(log, [TOY, *overrides], nodes="4", ranks=1, PYTHON=str(python))
     down = ("sinfo", "--noheader", "--states=down", "--format=%N")
     wait_until(lambda: "third" in four_nodes.answer(*down), f"the node is not lost; see {log}", 300)
     wait_until(lambda: "JobState=PENDING" in four_nodes.job(number), f"the job is not queued again; see {log}", 300)
@@ -252,10 +239,5 @@ def test_of_four_nodes_one_is_lost_and_the_job_continues_on_two(server, four_nod
     four_nodes.answer("scontrol", "update", f"JobId={number}", *smaller)
     known = four_nodes.wait_for(number, log)
     assert "JobState=COMPLETED" in known, log.read_text()
-
-    starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
-    assert [row["world_size"] for row in starts if row["event"] == "start"] == [4, 2]
-    losses, expected = (series(read_metrics(folder / "metrics.jsonl"), TRAIN_LOSS) for folder in (run, alone))
-    assert losses[0] == expected[0] == list(range(8))
-    assert losses[1] == pytest.approx(expected[1], rel=1e-5)
-    assert step_hashes(run / "trace") == step_hashes(alone / "trace")
+    assert starts(run) == [4, 2]
+    assert_same_steps(run, alone)

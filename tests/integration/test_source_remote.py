@@ -20,7 +20,7 @@ from diffusion.preparation.records import Reason, Record, Rejected
 from diffusion.preparation.sources import Source, open_sources, tables
 from diffusion.storage import open_file, shown
 from tests.tools.image_files import noise, sample, tree, write_folder, write_mds, write_table, write_tar
-from tests.tools.s3_server import S3Server, find_s3rver, s3_process, s3_server, upload
+from tests.tools.s3_server import S3Server, s3_process, s3_server, upload
 from tests.tools.sources import bare, open_source, partitions, read, write_known
 from tests.tools.web import WebServer, send
 
@@ -70,34 +70,19 @@ def layouts(tmp_path) -> Path:
     return root
 
 
-@pytest.fixture
-def paged_server(tmp_path, monkeypatch) -> Iterator[S3Server]:
-    """A server that lists in pages: its tokens need a cipher that Node's OpenSSL 3 has in the legacy provider only."""
-    program = find_s3rver()
-    if program is None:
-        pytest.skip("needs s3rver: npm install --global s3rver")
-    monkeypatch.setenv("NODE_OPTIONS", "--openssl-legacy-provider")
-    server = S3Server(tmp_path / "server", program)
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    server.start("tests")
-    yield server
-    server.kill()
-
-
 @pytest.mark.s3
 class TestS3:
-    def test_every_layout_is_read_as_from_the_disk(self, layouts, paged_server: S3Server, monkeypatch):
+    def test_every_layout_is_read_as_from_the_disk(self, layouts, s3_server: S3Server, monkeypatch):
         monkeypatch.setattr(storage, "_PAGE_KEYS", 3)
         monkeypatch.setattr(storage, "BLOCK_BYTES", 8000)
-        upload(layouts, "s3://tests/data")
+        upload(layouts, "s3://tests/layouts")
         for name in ("images", "tars", "tars/*.tar", "tars/1.tar", "parquet", "parquet/0.parquet", "paths/x.parquet",
                      "mds", "arrow", "images/a"):  # fmt: skip
-            local, remote = open_source(layouts / name), open_source(f"s3://tests/data/{name}")
+            local, remote = open_source(layouts / name), open_source(f"s3://tests/layouts/{name}")
             items = read(layouts / name)
-            assert items and bare(read(f"s3://tests/data/{name}")) == bare(items), name
+            assert items and bare(read(f"s3://tests/layouts/{name}")) == bare(items), name
             assert (remote.kind, remote.name) == (local.kind, local.name)
-            assert remote.path == f"s3://tests/data/{name}"
+            assert remote.path == f"s3://tests/layouts/{name}"
             assert [(one.file, one.start, one.stop) for one in partitions(remote)] == [
                 (one.file, one.start, one.stop) for one in partitions(local)
             ], name

@@ -16,6 +16,7 @@ from diffusion.operations import processes
 from diffusion.operations.checks.verdicts import problem
 from diffusion.operations.events import read_events
 from tests.tools.hosts import Network
+from tests.tools.runs import assert_same_steps, disturb_host, starts, traced
 from tests.tools.training_runs import BIN, ROOT, TrainingServer, environment
 from tests.tools.waiting import wait_until
 
@@ -254,26 +255,13 @@ def test_of_four_hosts_one_is_cut_off_and_two_go_on(make_hosts, server, tmp_path
 
     The others end within `trainer.dist_timeout`, and the supervisor restarts on those that answer.
     """
-    from diffusion.formats.run_folder import TRAIN_LOSS, read_metrics, series
-    from verification.callbacks import step_hashes
-
-    def recipe(run: Path, *callbacks: str) -> list[str]:
-        trace = f"{{path: verification.callbacks.DrawTrace, arguments: {{folder: {run}/trace}}}}"
-        plugins = f"plugins.callbacks=[{', '.join([trace, *callbacks])}]"
-        return [f"output_folder={run}", "samples.prompts=[]", "trainer.dist_timeout=20", plugins]
-
     alone, run = tmp_path / "alone", tmp_path / "four"
-    server.train(1, [("tests/tools/toy.yaml", recipe(alone))])
+    server.train(1, [("tests/tools/toy.yaml", traced(alone, dist_timeout=20))])
     hosts = make_hosts(forked(tmp_path, server), num_hosts=4, interval=5)
-    cut = "{path: tests.tools.toys.DisturbHost, arguments: {step: 3, host: third, what: cable}}"
-    assert hosts.supervise(*recipe(run, cut)).wait(850) == 0, hosts.log.read_text()[-6000:]
-
-    starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
-    assert [row["world_size"] for row in starts if row["event"] == "start"] == [4, 2]
-    losses, expected = (series(read_metrics(folder / "metrics.jsonl"), TRAIN_LOSS) for folder in (run, alone))
-    assert losses[0] == expected[0] == list(range(8))
-    assert losses[1] == pytest.approx(expected[1], rel=1e-5)
-    assert step_hashes(run / "trace") == step_hashes(alone / "trace")
+    overrides = traced(run, disturb_host("cable", "third"), dist_timeout=20)
+    assert hosts.supervise(*overrides).wait(850) == 0, hosts.log.read_text()[-6000:]
+    assert starts(run) == [4, 2]
+    assert_same_steps(run, alone)
     wait_until(lambda: not hosts.running("third"), "the host that was cut off goes on")
 
 
@@ -287,17 +275,12 @@ def test_a_host_that_comes_back_is_used_from_the_next_checkpoint_on(make_hosts, 
     overrides = [f"output_folder={run}", "samples.prompts=[]", *long]
     supervisor = hosts.supervise(*overrides, options=["--grow-after", "2s"])
 
-    def worlds() -> list[int]:
-        file = run / "starts.jsonl"
-        rows = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
-        return [row["world_size"] for row in rows if row["event"] == "start"]
-
     def steps() -> Sequence[float]:
-        return series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)[0] if worlds() else []
+        return series(read_metrics(run / "metrics.jsonl"), TRAIN_LOSS)[0] if starts(run) else []
 
     wait_until(lambda: len(steps()) > 3, "the run does not start", 600)
     hosts.network.plug_in()
-    wait_until(lambda: worlds() == [1, 2], "the run does not grow", 600)
+    wait_until(lambda: starts(run) == [1, 2], "the run does not grow", 600)
     num_before = len(steps())
     wait_until(lambda: len(steps()) > num_before + 3, "the run does not go on", 300)
     supervisor.send_signal(signal.SIGTERM)

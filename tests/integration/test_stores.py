@@ -1,6 +1,5 @@
 """Training data from object stores and SFTP servers: the same batches as from the disk, whatever the servers do."""
 
-import json
 import shutil
 import socket
 import subprocess
@@ -110,17 +109,13 @@ def test_a_server_that_is_killed_and_comes_back(tmp_path, remote, expected, prox
     assert killed.is_set()
 
 
-def test_a_server_that_is_down_for_good(tmp_path, remote, proxy) -> None:
+def test_a_silent_server_is_waited_for_as_long_as_configured(tmp_path, remote, proxy) -> None:
     proxy.fault = lambda name, count: "silent" if name == "shard.00002.mds" else None
-    loader = open_loader(tmp_path, remote, "a", num_workers=1, download_attempts=2, download_timeout=5.0)
+    loader = open_loader(tmp_path, remote, "a", download_attempts=2, download_timeout=1.0)
     began = time.monotonic()
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=r"shard\.00002\.mds could not be fetched"):
         read(loader)
-    # Two attempts (perhaps each by the two threads of a reader), a pause; the rest is for a slow machine.
-    assert time.monotonic() - began < 120
-    message = str(caught.value)
-    assert message.startswith(f"stream 'a', shard shard.00002.mds could not be fetched from {remote}/a: ")
-    assert "Traceback" not in message
+    assert time.monotonic() - began < 60
 
 
 @pytest.fixture
@@ -167,38 +162,3 @@ def test_a_store_that_is_not_there(tmp_path, remote, monkeypatch) -> None:
     monkeypatch.setenv("S3_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(DataError, match=r"S3_ENDPOINT_URL"):
         open_loader(tmp_path / "b", remote, "a", download_attempts=1)
-
-
-SHARD_SAMPLES = 8
-
-NUM_AHEAD = 16
-"""Samples of two batches, which are fetched before the first one is there; each may be of another shard."""
-
-
-def write_shards(server: S3Server, url: str, num_shards: int, folder: Path) -> None:
-    """Write a stream of many equal shards: one goes through the server, which keeps an object in a few files."""
-    stream = write_encoded(folder, {"a": SHARD_SAMPLES}) / "a"
-    index = json.loads((stream / "index.json").read_text())
-    (shard,) = index["shards"]
-    name = shard["raw_data"]["basename"]
-    for number in range(1, num_shards):
-        raw_data = shard["raw_data"] | {"basename": f"{number:06}.mds"}
-        index["shards"].append(shard | {"raw_data": raw_data})
-    (stream / "index.json").write_text(json.dumps(index))
-    upload(stream, f"{url}/a")
-    for file in server.path(f"{url}/a").glob(f"{name}.*"):
-        for number in range(1, num_shards):
-            shutil.copyfile(file, file.with_name(file.name.replace(name, f"{number:06}.mds")))
-
-
-def test_what_a_cold_start_fetches_before_its_first_batch_does_not_grow(tmp_path, s3_server, proxy) -> None:
-    requests = {}
-    for num_shards in (50, 500):
-        url = f"s3://tests/shards-{num_shards}"
-        write_shards(s3_server, url, num_shards, tmp_path / f"{num_shards}")
-        proxy.requests.clear()
-        loader = open_loader(tmp_path / f"cache-{num_shards}", url, "a", predownload=8, download_timeout=60.0)
-        assert len(next(iter(loader))[BatchKey.SAMPLE]) == 8
-        requests[num_shards] = proxy.requests.total()
-    # manifest.json and two lists of marks, each looked for in two folders, and the index.
-    assert max(requests.values()) <= 7 + NUM_AHEAD, requests

@@ -10,7 +10,6 @@ weights. Exit code 1 if not.
 
 import contextlib
 import functools
-import json
 import logging
 import os
 import random
@@ -32,14 +31,13 @@ from composer.utils import dist
 from diffusion.checkpointing.layout import list_checkpoints
 from diffusion.datasets.batch import BatchKey
 from diffusion.errors import ConfigurationError
-from diffusion.formats.run_folder import STARTS
 from diffusion.launch import CommandParser, run_command
 from diffusion.operations.events import read_events
 from diffusion.operations.heartbeats import HeartbeatRecord, read_heartbeats
 from diffusion.operations.processes import is_alive, kill, tree
 from diffusion.reports.tables import markdown_table
 from tests.tools.forking import ForkingServer, launcher
-from tests.tools.runs import flip_bit
+from tests.tools.runs import flip_bit, starts
 from tests.tools.s3_server import S3Server, find_s3rver, upload
 from verification.runs import (
     ROOT,
@@ -145,14 +143,7 @@ class Scene:
 
     def starts(self) -> list[int]:
         """The first step of each start of the training."""
-        path = self.run / STARTS
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        rows = [json.loads(line) for line in lines if line.endswith("}")]
-        return [row["step"] for row in rows if row["event"] == "start"]
-
-    def waits_for_batches(self) -> bool:
-        """Whether a rank is alive and in training, which without a store comes to wait for its data."""
-        return any(heartbeat.step >= 0 and is_alive(heartbeat) for heartbeat in self.heartbeats())
+        return starts(self.run, "step")
 
     def kill_job(self) -> None:
         """End the launcher and all ranks at once, as when the machine loses power."""

@@ -8,8 +8,10 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from tests.tools.web import WebServer, body_of, send
 
 MODEL = "toy/describer"
 KEY = "key-of-the-tests-0123"
@@ -18,85 +20,56 @@ Behaviour = Callable[[str, int], str]
 """What to do by image (hash of its URL; the text of a request without one) and number of the request for it."""
 
 
-class ChatServer(ThreadingHTTPServer):
-    """Answers with captions that name the image, or as `behaviour` says: see `_Handler.do_POST`."""
-
-    daemon_threads = True
-    request_queue_size = 64
+class ChatServer(WebServer):
+    """Answers with captions that name the image, or as `behaviour` says."""
 
     def __init__(self, behaviour: Behaviour, key: str | None, port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port), _Handler)
         self.behaviour, self.key = behaviour, key
-        self.url = f"http://127.0.0.1:{self.server_port}/v1"
         self.requests: list[dict[str, Any]] = []
         self.asked: Counter[str] = Counter()
         self.final: dict[str, list[str]] = defaultdict(list)
         """Answers by image after which nobody needs to ask again: behaviours that sent one whole."""
         self.stall = 0.8
         self.lock = threading.Lock()
+        super().__init__(port)
+        self.url += "/v1"
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of clients that have gone."""
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        body = body_of(request)
+        if self.key is not None and (found := request.headers["Authorization"]) != f"Bearer {self.key}":
+            error(request, 401, f"Incorrect key: {found}")
+        elif request.command == "GET":
+            send(request, 200, json.dumps({"data": [{"id": MODEL}]}).encode())
+        else:
+            self._complete(request, json.loads(body))
 
-
-class _Handler(BaseHTTPRequestHandler):
-    server: ChatServer
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, format: str, *args: Any) -> None: ...
-
-    def send(self, status: int, content: bytes, **headers: str) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def error(self, status: int, message: str, **headers: str) -> None:
-        self.send(status, json.dumps({"error": {"message": message}}).encode(), **headers)
-
-    def is_allowed(self) -> bool:
-        if self.server.key is None or self.headers["Authorization"] == f"Bearer {self.server.key}":
-            return True
-        self.error(401, f"Incorrect key: {self.headers['Authorization']}")
-        return False
-
-    def do_GET(self) -> None:
-        if self.is_allowed():
-            self.send(200, json.dumps({"data": [{"id": MODEL}]}).encode())
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if not self.is_allowed():
-            return
+    def _complete(self, request: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
         content = body["messages"][-1]["content"]
         subject = content if isinstance(content, str) else content[0]["image_url"]["url"]
         image = hashlib.sha1(subject.encode()).hexdigest()
-        with self.server.lock:
-            self.server.requests.append(body)
-            number = self.server.asked[image]
-            self.server.asked[image] += 1
-        behaviour = self.server.behaviour(image, number)
+        with self.lock:
+            self.requests.append(body)
+            number = self.asked[image]
+            self.asked[image] += 1
+        behaviour = self.behaviour(image, number)
         texts = {f"caption_{i}": f"The {image} {'with detail ' * i}." for i in range(1, 4)}
         text, reason = json.dumps(texts), "stop"
         if behaviour.isdigit():
-            self.error(
-                int(behaviour), "some message", **({"Retry_After": "0.2"} if behaviour in ("429", "503") else {})
-            )
+            later = {"Retry_After": "0.2"} if behaviour in ("429", "503") else {}
+            error(request, int(behaviour), "some message", **later)
             return
         if behaviour.startswith("{"):
-            self.send(200, behaviour.encode())
+            send(request, 200, behaviour.encode())
             return
         if behaviour == "reset":
-            self.close_connection = True
+            request.close_connection = True
             return
         if behaviour == "stall":
-            time.sleep(self.server.stall)
-            self.close_connection = True
+            time.sleep(self.stall)
+            request.close_connection = True
             return
         if behaviour == "nonsense":
-            self.send(200, b"<html>It works!</html>")
+            send(request, 200, b"<html>It works!</html>")
             return
         if behaviour == "refuse":
             text = "I'm sorry, but I cannot describe this image."
@@ -113,17 +86,22 @@ class _Handler(BaseHTTPRequestHandler):
         choice = {"message": {"content": text}, "finish_reason": reason}
         answer = json.dumps({"choices": [choice], "usage": {"prompt_tokens": 300, "completion_tokens": 40}}).encode()
         if behaviour == "trickle":
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(answer)))
-            self.end_headers()
+            request.send_response(200)
+            request.send_header("Content-Length", str(len(answer)))
+            request.end_headers()
             for byte in answer:
-                self.wfile.write(bytes([byte]))
+                request.wfile.write(bytes([byte]))
                 time.sleep(0.05)
             return
-        self.send(200, answer)
+        send(request, 200, answer)
         if behaviour in ("", "markdown", "refuse"):
-            with self.server.lock:
-                self.server.final[image].append(behaviour)
+            with self.lock:
+                self.final[image].append(behaviour)
+
+
+def error(request: BaseHTTPRequestHandler, status: int, message: str, **headers: str) -> None:
+    """Answer with an error."""
+    send(request, status, json.dumps({"error": {"message": message}}).encode(), **headers)
 
 
 @contextlib.contextmanager
@@ -131,12 +109,8 @@ def chat_server(
     behaviour: Behaviour = lambda image, number: "", key: str | None = None, port: int = 0
 ) -> Iterator[ChatServer]:
     """Serve during the block."""
-    with ChatServer(behaviour, key, port) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
+    with contextlib.closing(ChatServer(behaviour, key, port)) as server:
+        yield server
 
 
 FAULTS = ("429", "500", "503", "stall", "reset", "nonsense", "prose", "loop", "cut", "markdown", "trickle")

@@ -1,7 +1,7 @@
 """Record what the code computes, and compare later code with it: batches, losses, data sets and generated images.
 
-    python tests/tools/digests.py record FILE.json [--only PART ...] [--keep FOLDER] [--data FOLDER]
-    python tests/tools/digests.py compare FILE.json [--only PART ...] [--kept FOLDER] [--data FOLDER]
+    python -m tests.tools.digests record FILE.json [--only PART ...] [--keep FOLDER] [--data FOLDER]
+    python -m tests.tools.digests compare FILE.json [--only PART ...] [--kept FOLDER] [--data FOLDER]
 
 `record` adds the digests of the parts to the file. With `--keep` it also stores what later code must be able to read:
 prepared and encoded data, runs that ended at step 30 of 60, and states of the loader. `compare` computes everything
@@ -19,15 +19,12 @@ import json
 import math
 import multiprocessing
 import os
-import runpy
 import shutil
 import signal
-import socket
 import sys
 import tarfile
 import tempfile
 import time
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -46,6 +43,8 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from PIL import Image
 from safetensors.torch import load_file
 from streaming import MDSWriter
+
+from tests.tools.forking import end_as_program, free_port, run_as_main
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-6
@@ -90,9 +89,7 @@ def initial_noise(seeds: list[int], shape: tuple[int, int, int]) -> torch.Tensor
 
 def run_forked(num_ranks: int, log: Path, target: Callable[..., None], *arguments: Any) -> None:
     """Call a function in `num_ranks` processes, with a launcher's environment where there are several."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     fork = multiprocessing.get_context("fork").Process
     ranks = [fork(target=_rank, args=(rank, num_ranks, port, log, target, arguments)) for rank in range(num_ranks)]
     for process in ranks:
@@ -116,22 +113,7 @@ def _rank(rank: int, num_ranks: int, port: int, log: Path, target: Callable[...,
         world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
         world |= {"NODE_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in world.items()})
-    code: Any = 0
-    try:
-        target(*arguments)
-    except SystemExit as error:
-        code = error.code
-    except Exception:  # noqa: BLE001
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else int(code is not None))  # A normal exit waits for idle workers.
-
-
-def _run_script(arguments: list[str]) -> None:
-    sys.argv = arguments
-    runpy.run_path(arguments[0], run_name="__main__")
+    end_as_program(lambda: target(*arguments))  # A normal exit waits for idle workers.
 
 
 # Inputs: made from numbers, without the package
@@ -240,7 +222,7 @@ class Files:
 
     def command(self, script: str, *arguments: object) -> None:
         """Run a command of the repository, such as `scripts/export.py`; it must succeed."""
-        run_forked(1, self.work / "log.txt", _run_script, [str(ROOT / script), *map(str, arguments)])
+        run_forked(1, self.work / "log.txt", run_as_main, [str(ROOT / script), *map(str, arguments)])
 
 
 ASPECTS = """
@@ -592,7 +574,6 @@ def main() -> int:
         "PYTHONWARNINGS": "ignore",
     }
     os.environ["PYTHONPATH"] = str(ROOT)
-    sys.path.insert(0, str(ROOT))
     torch.set_num_threads(1)
     diffusers.utils.logging.disable_progress_bar()
     digests: dict[str, Any] = json.loads(options.file.read_text()) if options.file.exists() else {}

@@ -70,7 +70,8 @@ class S3Server:
         configured = [argument for name in self._buckets for argument in ("--configure-bucket", name)]
         command = [self._program, "-d", str(self.folder), "-a", "127.0.0.1", "-p", str(self.port), "-s", *configured]
         # With several threads s3rver can answer before it has written; with one it does things in their order.
-        environment = os.environ | {"UV_THREADPOOL_SIZE": "1"}
+        # Tokens of pages need a cipher that Node's OpenSSL 3 has in the legacy provider only.
+        environment = os.environ | {"UV_THREADPOOL_SIZE": "1", "NODE_OPTIONS": "--openssl-legacy-provider"}
         self._process = subprocess.Popen(command, env=environment, start_new_session=True)
         wait_until(self._answers, "s3rver does not answer", process=self._process)
 

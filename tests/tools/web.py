@@ -1,13 +1,24 @@
 """A web server in a thread of the tests."""
 
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 64
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of clients that have gone, and print other errors."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class WebServer:
     """Passes each request, in a thread of its own, to `answer` of a subclass."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         web = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -21,9 +32,9 @@ class WebServer:
             def log_message(self, format: str, *args: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = _Server(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         """Answer a request, with `send`."""

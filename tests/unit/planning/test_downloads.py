@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from streaming import MDSWriter
 
-from diffusion.config.data import Mixing
 from diffusion.datasets.sample_order import GlobalOrder, OrderSettings, RankOrder
 from diffusion.errors import ConfigurationError, DataError
 from diffusion.planning.downloads import World, traffic
@@ -41,20 +40,13 @@ def test_a_stream_is_read_from_its_index(tmp_path: Path):
         read_stream(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize("mixing", list(Mixing))
-def test_hashes_are_equal_in_every_world(mixing: Mixing):
-    options = settings(mixing=mixing, group_size=2 if mixing is Mixing.groups else None)
-    streams = synthetic_streams(10_000, 3, sample_bytes=1, shard_bytes=100)
-    order = GlobalOrder([stream.shape for stream in streams], options)
-
-    def hash_in(world: tuple[int, int], num_workers: int, **changes: int) -> str:
-        at = {"epoch": 1, "start": 5, "stop": 12} | changes
-        return hash_steps(order, World(num_nodes=world[0], ranks_per_node=world[1]), num_workers=num_workers, **at)
-
-    expected = hash_in((1, 1), 1)
-    assert {hash_in(world, num) for world, num in [((1, 8), 2), ((2, 4), 3), ((16, 8), 1)]} == {expected}
-    assert hash_in((1, 1), 1, epoch=2) != expected
-    assert hash_in((1, 1), 1, start=4, stop=11) != expected
+def test_other_steps_have_another_hash():
+    order = GlobalOrder([one.shape for one in synthetic_streams(10_000, 3, sample_bytes=1)], settings())
+    one, other = (
+        hash_steps(order, World(num_nodes=1, ranks_per_node=8), epoch=1, start=start, stop=start + 7, num_workers=2)
+        for start in (4, 5)
+    )
+    assert one != other
 
 
 @pytest.mark.parametrize("block", [None, 3000])

@@ -20,6 +20,7 @@ from diffusion.preparation.engine import Workers
 from diffusion.preparation.layout import part_name
 from diffusion.preparation.score import score
 from tests.tools.chat_server import KEY, MODEL, chat_server
+from tests.tools.forking import free_port
 from tests.tools.scored_data import write_scan
 
 SERVER = {"concurrency": 4, "timeout_seconds": 0.5, "attempts": 3, "patience_seconds": 2.0}
@@ -244,12 +245,13 @@ def test_journal_rows_of_another_form_are_no_answers(tmp_path):
 
 
 def test_a_server_that_is_gone_for_a_while_loses_no_image():
-    with chat_server() as server:
+    port = free_port()
+    with chat_server(port=port) as server:
         asks = captioner(server.url)
     with ThreadPoolExecutor() as pool:
         answers = pool.submit(ask, asks, 2)
         time.sleep(0.3)
-        with chat_server(port=server.server_port):
+        with chat_server(port=port):
             assert [answer.outcome for answer in answers.result()] == [Outcome.captioned] * 2
 
 

@@ -521,12 +521,6 @@ class TestWebDataset:
         assert isinstance(item, Record)
         assert item.image == IMAGE
 
-    def test_a_second_image_of_a_sample_is_counted(self, tmp_path):
-        tar = write_tar(tmp_path / "x.tar", [("0.jpg", IMAGE), ("0.png", IMAGE), ("0.txt", b"one"), ("1.jpg", IMAGE)])
-        items = read(tar)
-        assert [item.key for item in items] == ["x.tar/0.png", "x.tar/0", "x.tar/1"]
-        assert reasons(items) == ["duplicate_key", ["one"], "missing_caption"]
-
     def test_several_captions_of_one_image_are_not_chosen_from(self, tmp_path):
         contents = [("0.jpg", IMAGE), ("0.txt", b"one"), ("0.TXT", b"two"), ("1.jpg", IMAGE), ("1.txt", b"x")]
         contents += [("2.JSON", b"{}"), ("2.json", b'{"caption": "x"}'), ("2.jpg", IMAGE)]

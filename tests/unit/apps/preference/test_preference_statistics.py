@@ -111,18 +111,25 @@ def contains(interval, value: float) -> bool:
     return low <= value <= high
 
 
-def test_intervals_hold_the_true_preference_as_often_as_they_say(monkeypatch):
-    """200 raters who prefer the first with 0.6, 200 times."""
+@pytest.mark.parametrize(
+    ("rates", "num_prompts", "num_votes", "held_by_wilson"),
+    [([0.6], 100, 2, (0.91, 0.98)), ([0.3, 0.9], 60, 20, (0.0, 0.75))],
+    ids=["equal prompts", "unequal prompts"],
+)
+def test_intervals_hold_the_true_preference_as_often_as_they_say(
+    monkeypatch, rates, num_prompts, num_votes, held_by_wilson
+):
+    """200 studies, whose prompts prefer the first with 0.6 on the average; Wilson's interval is for equal prompts."""
     monkeypatch.setattr(statistics, "NUM_RESAMPLES", 500)
     generator = np.random.default_rng(17)
     held = {"wilson": 0, "bootstrap": 0}
     for repetition in range(200):
-        wins = generator.random((100, 2)) < 0.6
-        counts = np.stack([wins.sum(axis=1), (~wins).sum(axis=1)], axis=1).astype(float)
-        held["wilson"] += contains(wilson(int(wins.sum()), wins.size), 0.6)
-        [interval] = bootstrap(counts, share_of_decided, seed=repetition)
+        wins = generator.binomial(num_votes, generator.choice(rates, size=num_prompts)).astype(float)
+        held["wilson"] += contains(wilson(int(wins.sum()), num_prompts * num_votes), 0.6)
+        [interval] = bootstrap(np.stack([wins, num_votes - wins], axis=1), share_of_decided, seed=repetition)
         held["bootstrap"] += contains(interval, 0.6)
-    assert 0.91 <= held["wilson"] / 200 <= 0.98, held
+    low, high = held_by_wilson
+    assert low <= held["wilson"] / 200 <= high, held
     assert 0.91 <= held["bootstrap"] / 200 <= 0.98, held
 
 
@@ -138,18 +145,3 @@ def test_intervals_of_strengths_hold_the_true_ones_with_two_prompts(monkeypatch)
         rows = strengths(table.assign(quality=np.where(wins, first, second)), ["l", "m", "n"], "quality", repetition)
         held += [row["low"] <= value <= row["high"] for row, value in zip(rows, truth, strict=True)]
     assert 0.91 <= np.mean(held) <= 0.99
-
-
-def test_the_bootstrap_holds_where_prompts_differ_and_wilson_does_not(monkeypatch):
-    """60 prompts of 20 votes, whose preference is 0.3 or 0.9, 0.6 on the average."""
-    monkeypatch.setattr(statistics, "NUM_RESAMPLES", 500)
-    generator = np.random.default_rng(17)
-    held = {"wilson": 0, "bootstrap": 0}
-    for repetition in range(200):
-        rates = generator.choice([0.3, 0.9], size=60)
-        wins = generator.binomial(20, rates).astype(float)
-        held["wilson"] += contains(wilson(int(wins.sum()), 1200), 0.6)
-        [interval] = bootstrap(np.stack([wins, 20 - wins], axis=1), share_of_decided, seed=repetition)
-        held["bootstrap"] += contains(interval, 0.6)
-    assert 0.91 <= held["bootstrap"] / 200 <= 0.98, held
-    assert held["wilson"] / 200 < 0.75, held

@@ -191,11 +191,6 @@ def plain_losses() -> torch.Tensor:
     return losses
 
 
-def test_the_losses_of_15_steps_are_those_of_the_plain_unet(plain_losses):
-    losses = train(build(TOY, PerformanceConfig()))
-    torch.testing.assert_close(losses, plain_losses, rtol=2e-3, atol=0)
-
-
 def test_checkpointed_blocks_keep_the_gradients():
     plain, checkpointed = build(TOY, PerformanceConfig()), build(TOY, PerformanceConfig())
     checkpointed.enable_gradient_checkpointing()
