@@ -35,21 +35,24 @@ OPTIONS = {
     "ddp": "trainer.parallelism=ddp",
     "log_late": "performance.log_late=true",
     "stages": "performance.compilation=stages",
+    "compiled text": "performance.compile_text_encoder=true",
+    "parallel": "performance.parallel_compilation=true",
     "stored text": "plugins.train_dataset.arguments.stores_text=true",
 }
 """Short names of overrides in names of rows; others stand there as they are."""
 
 RATES = "rates"
+GRAPHS = "trainer/256/16/ddp/log_late/performance.compilation=unet/performance.cuda_graphs=true"
 CALLS = {
     "first": [
         [RATES],
-        ["trainer/512/64/log_late", "trainer/256/128/log_late", "trainer/256/16/ddp"],
+        ["trainer/256/32/modern", "trainer/256/128/ddp/log_late", "trainer/512/64/log_late/stages"],
     ],
     "second": [
-        ["trainer/512/64/log_late/stages", "trainer/256/16/log_late", "trainer/256/32/modern"],
+        ["trainer/512/16/modern/parallel", "trainer/256/128/ddp/log_late/compiled text", GRAPHS],
     ],
 }
-"""Waves of rows, by call."""
+"""Waves of rows, by call: those that no GPU has shown yet."""
 
 TURN = ("ready", "go", "done")
 """Files by which the process of a row and this one take turns."""
