@@ -38,7 +38,7 @@ UNKNOWN = "unknown"
 
 ASSUMPTIONS = [
     "Memory: fp32 weights, gradients, moments of the optimizer and averages; fsdp gathers weights in the arithmetic's "
-    "precision. "
+    "precision, which the frozen text encoder's linear layers have on a GPU. "
     "With reshard_after_forward the gathered block is not counted.",
     "Activations: what autograd keeps in the arithmetic's precision, nothing recomputed or compiled. Largest "
     f"microbatch: {CUDA_BYTES / 1e9:g} GB for CUDA, and at most {USABLE_MEMORY:.0%} of the memory.",
