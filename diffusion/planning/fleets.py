@@ -429,7 +429,8 @@ def format_budgets(budgets: Sequence[Budget], failures: Failures) -> str:
         for run in budget.runs
         for problem in run.problems
     ]
-    return "\n".join([*parts, *impossible, notes])
+    assumed = dict.fromkeys(f"  - {assumption}" for plan in plans for assumption in plan.assumptions)
+    return "\n".join([*parts, *impossible, notes, *assumed])
 
 
 def _table(rows: Sequence[dict[str, str]]) -> str:
