@@ -422,7 +422,8 @@ def format_budgets(budgets: Sequence[Budget], failures: Failures) -> str:
   - Interval of checkpoints: for one failure in {failures.gpu_hours_between:,.0f} GPU-hours and stalls of \
 {failures.save_seconds:g} s.
   - Storage: data, kept checkpoints and stored averages, for the days of each run. Egress: of runs with data.remote,
-    each sample once where the nodes' disks hold what they read, else in every epoch."""
+    each sample once where the nodes' disks hold what they read, else in every epoch.
+  - Operations on images: those of the VAE, and of the image encoder of model.alignment, are not counted."""
     impossible = [
         f"{run.plan.run_name} would not start on {run.fleet.name}. {problem}"
         for budget in budgets

@@ -110,7 +110,9 @@ def test_a_table_of_nothing_but_unknowns_is_left_out(budgets):
     configs = recipe("data.representation=images", "trainer.save_interval=1ep")
     title = "Data and checkpoints"
     assert title in format_budgets([budgets[8]], FAILURES)
-    assert title not in format_budgets([make_budget(configs, A100_FLEETS[:1] * 2, failures=FAILURES)], FAILURES)
+    of_images = format_budgets([make_budget(configs, A100_FLEETS[:1] * 2, failures=FAILURES)], FAILURES)
+    assert title not in of_images
+    assert "VAE" in of_images and "model.alignment" in of_images, "what is not counted"
 
 
 def test_memory_and_the_largest_microbatch(budgets):
