@@ -85,6 +85,7 @@ from diffusion.models.fast.compilation import compile_text_encoder
 from diffusion.models.ingredients import adapt
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.networks import cast_positions, scale_output, wide_matrices
+from diffusion.models.precision import AUTOCAST_DTYPES
 from diffusion.models.pretrained import check_identities, is_pipeline, is_single_file, read_vae
 from diffusion.models.tokenizers import caption_tokenizer
 from diffusion.operations.checks.data import (
@@ -107,8 +108,6 @@ from diffusion.storage import is_url
 from diffusion.trainer import HostTrainer
 
 log = logging.getLogger(__name__)
-
-AUTOCAST_DTYPES = {Precision.amp_bf16: torch.bfloat16, Precision.amp_fp16: torch.float16}
 
 
 def train(config: Config, build: Callable[[Config, Device], ComposerModel] | None = None) -> Trainer:

@@ -110,20 +110,15 @@ def load_configs(words: Sequence[str], samples: Sequence[float] | None) -> list[
 def find_fleets(options: Namespace, config: Config) -> "list[Fleet]":
     """The requested fleets, with their throughput in a run."""
     from diffusion.planning.fleets import A100_FLEETS, fleets_from_benchmark, read_fleets
-    from diffusion.planning.memory import parameter_counts
 
     fleets = read_fleets(options.fleets) if options.fleets is not None else []
     if options.measured is not None:
-        counts = parameter_counts(config)
         fleets += fleets_from_benchmark(
             options.measured,
             options.gpus or [8, 16, 32, 64, 128],
             architecture=config.model.architecture,
             parallelism=config.trainer.parallelism,
-            num_parameters=counts.trained + counts.fixed,
-            global_batch_size=config.data.global_batch_size,
             network=(options.network_gb or 37.4) * 1e9,
-            gpus_per_node=config.plan.gpus_per_node,
             price_per_gpu_hour=options.price,
             gpu_memory_bytes=options.gpu_memory_gb * 1e9 if options.gpu_memory_gb is not None else None,
         )

@@ -215,8 +215,8 @@ class DataConfig:
     """Samples that each worker downloads ahead, also of the next epoch when this one ends; null: 8 batches."""
 
     cache_limit: str | None = None
-    """Size of the cache per node, such as `500gb`; only for streams with a remote. Concurrent downloads may exceed
-    it."""
+    """Size of the cache per node, such as `500gb` (1 gb is 2^30 bytes); only for streams with a remote. Concurrent
+    downloads may exceed it."""
 
     download_attempts: int = bounded(8, min=1)
     """Attempts for each shard; the pauses between them grow from 0.5 s to 15 s."""

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from diffusers.models.autoencoders.autoencoder_dc import AutoencoderDC
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from omegaconf import MISSING
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
@@ -293,11 +294,18 @@ def latent_channels(config: ModelConfig) -> int:
     return config.network.get("in_channels", ARCHITECTURES[config.architecture].network["in_channels"])
 
 
+def _vae_source(config: ModelConfig) -> str | None:
+    """Folder or hub name of the VAE, which may be `???`; None without any."""
+    if config.architecture.is_pixel:
+        return None
+    return config.vae or (config.pretrained and f"{config.pretrained}/vae")
+
+
 def _stored_vae(config: ModelConfig) -> VAE | None:
     """Build the VAE of a local folder by its configuration; None without such a folder."""
-    vae = config.vae or (config.pretrained and f"{config.pretrained}/vae")
+    vae = _vae_source(config)
     path = Path(vae or "", "config.json").expanduser()
-    if config.architecture.is_pixel or not vae or not path.is_file():
+    if not vae or not path.is_file():
         return None
     stored = read_json(path)
     kind = VAE_CLASSES.get(stored.get("_class_name", "")) if isinstance(stored, dict) else None
@@ -312,6 +320,13 @@ def vae_factor(config: ModelConfig) -> int:
     with torch.device("meta"):
         stored = _stored_vae(config)
     return ARCHITECTURES[config.architecture].vae_factor if stored is None else latent_space(stored).factor
+
+
+def unread_vae(config: ModelConfig) -> str | None:
+    """Folder or hub name of a VAE that is no local folder, so that its factor and size are the architecture's."""
+    source = _vae_source(config)
+    with torch.device("meta"):
+        return source if source and not source.startswith(MISSING) and _stored_vae(config) is None else None
 
 
 def side_factor(config: ModelConfig) -> int:

@@ -126,6 +126,13 @@ def encode_tokens(
     return TextEncoding(hidden.reshape(*token_ids.shape, hidden.shape[-1]), pooled[::num_chunks])
 
 
+def lowered_layers(text_encoder: TextEncoder, dtype: torch.dtype) -> list[nn.Linear] | None:
+    """Layers whose weights `Conditioner.lower_precision` casts; None where it does nothing."""
+    if dtype == torch.float16 and isinstance(text_encoder, LanguageModel):
+        return None
+    return [module for module in text_encoder.modules() if isinstance(module, nn.Linear)]
+
+
 class Conditioner:
     """Makes the conditioning of a batch or of prompts, and drops captions.
 
@@ -161,12 +168,12 @@ class Conditioner:
         The results equal those of autocast with float32 weights to the bit. Norms and embeddings stay in float32, and a
         language model entirely where the dtype is float16.
         """
-        if dtype == torch.float16 and isinstance(self._text_encoder, LanguageModel):
+        layers = lowered_layers(self._text_encoder, dtype)
+        if layers is None:
             return
         self._dtype = dtype
-        for module in self._text_encoder.modules():
-            if isinstance(module, nn.Linear):
-                module.to(dtype)
+        for layer in layers:
+            layer.to(dtype)
 
     @torch.no_grad()
     def encode_text(self, token_ids: Tensor) -> TextEncoding:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import requests
 import torch
 from huggingface_hub import HfApi, constants, resolve_revision, snapshot_download
+from omegaconf import MISSING
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
@@ -156,10 +157,12 @@ def load_pretrained(
         options: for `from_pretrained`. Models are float32 unless these have a `dtype`.
 
     Raises:
-        ConfigurationError: the part is missing, incomplete, refused or in another layout.
+        ConfigurationError: the part is missing, incomplete, refused or in another layout, or the source is `???`.
         DataError: a configuration cannot be read.
     """
     source = str(source)
+    if source == MISSING:  # In a plan, whose paths may be open.
+        raise ConfigurationError(f"a plan reads its config.json, too. {remedy}")
     where = f"{source}/{subfolder}" if subfolder else source
     folder = local_folder(source)
     unavailable = None if folder is not None or local_files_only else hub_unavailable_reason()

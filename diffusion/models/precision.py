@@ -1,4 +1,4 @@
-"""Frozen networks that float16 overflows run in float32."""
+"""Dtypes of mixed precision; frozen networks that float16 overflows run in float32."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -6,6 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from diffusion.config.training import Precision
+
+AUTOCAST_DTYPES = {Precision.amp_bf16: torch.bfloat16, Precision.amp_fp16: torch.float16}
 
 
 @contextmanager

@@ -5,7 +5,6 @@ Shape letters: B batch, L tokens, D width of the text encoding.
 
 from typing import Any
 
-from omegaconf import MISSING
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING, MODEL_MAPPING
@@ -61,11 +60,6 @@ def read_language_model(folder: str) -> tuple[type[Any], Any]:
     Raises:
         ConfigurationError: there is none that transformers knows, or the folder is `???`.
     """
-    if folder == MISSING:  # In a dry run.
-        raise ConfigurationError(
-            f"model.text_encoder.path is {folder}: the width of captions and its memory are read from the folder of a "
-            "language model. Set it to a folder with config.json"
-        )
     remedy = (
         "Give the folder of a language model that transformers knows: config.json, model.safetensors, tokenizer.json"
     )

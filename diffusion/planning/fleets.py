@@ -17,6 +17,7 @@ from diffusion.config.schema import Config, Task
 from diffusion.config.training import Parallelism
 from diffusion.errors import ConfigurationError
 from diffusion.planning.amounts import DAYS_PER_MONTH, SECONDS_PER_DAY, plan_epoch, sum_known
+from diffusion.planning.memory import parameter_counts
 from diffusion.planning.plan import (
     UNKNOWN,
     Plan,
@@ -46,15 +47,19 @@ NAMES = {"fleet", "run", "nodes"}
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """GPUs of one kind, and their joint throughput."""
+    """GPUs of one kind, and their throughput."""
 
     name: str
     num_gpus: int
     images_per_second: dict[int, float]
-    """By resolution; other resolutions and architectures go by their floating-point operations."""
+    """By resolution, of all GPUs, or of one with `network`; other resolutions and architectures go by their
+    floating-point operations."""
 
     architecture: Architecture = Architecture.stable_diffusion_2
     """Architecture of these images per second."""
+
+    network: float | None = None
+    """Bytes per second of a node's network, by which `predict_images_per_second` has the throughput of all GPUs."""
 
     price_per_gpu_hour: float | None = None
     """In dollars."""
@@ -209,7 +214,8 @@ def _cost(price_per_tb: float, *num_bytes: float | None) -> float | None:
 def rate_for(fleet: Fleet, config: Config) -> float:
     """Images per second of a fleet in a run, by floating-point operations from those at the nearest resolution.
 
-    At most those of steps that the host queues one after the other.
+    Those of one GPU are scaled before its throughput is that of all: communication does not go by operations. At most
+    those of steps that the host queues one after the other.
 
     Raises:
         ConfigurationError: the rate is unknown.
@@ -229,6 +235,16 @@ def rate_for(fleet: Fleet, config: Config) -> float:
             "whose operations are not known: measure it with `python -m benchmarks step`"
         )
     rate = fleet.images_per_second[nearest] * (known / own)
+    if fleet.network is not None:
+        counts = parameter_counts(config)
+        rate = predict_images_per_second(
+            fleet.num_gpus,
+            images_per_gpu_second=rate,
+            num_parameters=counts.trained + counts.fixed,
+            global_batch_size=config.data.global_batch_size,
+            network=fleet.network,
+            gpus_per_node=config.plan.gpus_per_node,
+        )
     return min(rate, config.data.global_batch_size / fleet.host_seconds) if fleet.host_seconds else rate
 
 
@@ -304,9 +320,9 @@ def read_fleets(path: Path) -> list[Fleet]:
             architecture = Architecture(entry.get("architecture", Architecture.stable_diffusion_2.value))
             _amount("num_gpus", entry["num_gpus"])
             fields = {"name": str(entry["name"]), "num_gpus": int(str(entry["num_gpus"])), "images_per_second": rates}
-            for name in ("price_per_gpu_hour", "gpu_memory_bytes", "host_seconds", "deviation"):
+            for name in ("price_per_gpu_hour", "gpu_memory_bytes", "network", "host_seconds", "deviation"):
                 if (value := entry.get(name)) is not None:
-                    fields[name] = _amount(name, value, may_be_zero=name != "gpu_memory_bytes")
+                    fields[name] = _amount(name, value, may_be_zero=name not in ("gpu_memory_bytes", "network"))
             fleets.append(Fleet(**{**entry, **fields, "architecture": architecture}))
         if not fleets:
             raise ValueError("it is empty")
@@ -332,17 +348,13 @@ def fleets_from_benchmark(
     *,
     architecture: Architecture,
     parallelism: Parallelism,
-    num_parameters: int,
-    global_batch_size: int,
-    network: float,
-    gpus_per_node: int = 8,
     **options: Any,
 ) -> list[Fleet]:
-    """Fleets of some sizes of the GPU that `python -m benchmarks` measured, by `predict_images_per_second`.
+    """Fleets of some sizes of the GPU that `python -m benchmarks` measured, with the rates of one.
 
     The file of rows has one GPU's steps of the Trainer at each resolution. Rows of a run's architecture count, without
     any those of the first row's; of the host's time, those of its parallelism, without any there is no limit. Options
-    are further fields of `Fleet`, such as the price.
+    are further fields of `Fleet`, such as the network and the price.
 
     Raises:
         ConfigurationError: the file holds no such measurement.
@@ -374,17 +386,7 @@ def fleets_from_benchmark(
         Fleet(
             name=f"{number} x {machine}",
             num_gpus=number,
-            images_per_second={
-                side: predict_images_per_second(
-                    number,
-                    images_per_gpu_second=row["images_per_second"],
-                    num_parameters=num_parameters,
-                    global_batch_size=global_batch_size,
-                    network=network,
-                    gpus_per_node=gpus_per_node,
-                )
-                for side, row in best.items()
-            },
+            images_per_second={side: row["images_per_second"] for side, row in best.items()},
             architecture=architecture,
             host_seconds=min(waiting, default=0.0),
             deviation=deviation,
@@ -420,14 +422,16 @@ def format_budgets(budgets: Sequence[Budget], failures: Failures) -> str:
   - Interval of checkpoints: for one failure in {failures.gpu_hours_between:,.0f} GPU-hours and stalls of \
 {failures.save_seconds:g} s.
   - Storage: data, kept checkpoints and stored averages, for the days of each run. Egress: of runs with data.remote,
-    each sample once where the nodes' disks hold what they read, else in every epoch."""
+    each sample once where the nodes' disks hold what they read, else in every epoch.
+  - Operations on images: those of the VAE, and of the image encoder of model.alignment, are not counted."""
     impossible = [
         f"{run.plan.run_name} would not start on {run.fleet.name}. {problem}"
         for budget in budgets
         for run in budget.runs
         for problem in run.problems
     ]
-    return "\n".join([*parts, *impossible, notes])
+    assumed = dict.fromkeys(f"  - {assumption}" for plan in plans for assumption in plan.assumptions)
+    return "\n".join([*parts, *impossible, notes, *assumed])
 
 
 def _table(rows: Sequence[dict[str, str]]) -> str:

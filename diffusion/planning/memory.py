@@ -33,10 +33,11 @@ from diffusion.models.architectures import (
     vae_factor,
 )
 from diffusion.models.autoencoder import PatchDiscriminator, build_perceptual
-from diffusion.models.conditioning import Conditioning
+from diffusion.models.conditioning import Conditioning, lowered_layers
 from diffusion.models.fast.compilation import find_units
 from diffusion.models.ingredients import Call, Caller, Ingredient, adapt, find_ingredients
 from diffusion.models.networks import Network, text_width_of
+from diffusion.models.precision import AUTOCAST_DTYPES
 from diffusion.optimizers import hidden_matrices
 from diffusion.planning.amounts import sum_known
 
@@ -75,6 +76,9 @@ class ParameterCounts(NamedTuple):
 
     matrices: int = 0
     """Trained weights in matrices of hidden layers, which `optimizer.name: muon` updates."""
+
+    lowered: int = 0
+    """Frozen weights that a GPU holds in 16 bits: linear layers of the text encoder in mixed precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +129,7 @@ class MemoryPlan:
 def plan_memory(config: Config, counts: ParameterCounts, num_ranks: int) -> MemoryPlan:
     """Compute the memory of a rank."""
     states = _states(config, counts, num_ranks)
-    frozen = counts.frozen * WEIGHT_BYTES
+    frozen = counts.frozen * WEIGHT_BYTES - counts.lowered * (WEIGHT_BYTES - FORMAT_BYTES[NumberFormat.bf16])
     held = CUDA_BYTES + state_bytes(config, counts, num_ranks) + frozen
     activations = activation_bytes(config, largest_size(config))
     share = config.data.global_batch_size / num_ranks
@@ -238,7 +242,7 @@ def parameter_counts(config: Config) -> ParameterCounts:
         ConfigurationError: an ingredient does not fit the network.
     """
     if config.task is Task.diffusion:
-        return _network_counts(to_yaml(config.model))
+        return _network_counts(to_yaml(config.model), AUTOCAST_DTYPES.get(config.trainer.precision))
     settings = config.autoencoder
     with torch.device("meta"):
         parts: list[nn.Module] = [build_vae(ARCHITECTURES[config.model.architecture], settings.vae)]
@@ -317,7 +321,7 @@ def parse_model(text: str) -> ModelConfig:
 
 
 @functools.cache
-def _network_counts(model: str) -> ParameterCounts:
+def _network_counts(model: str, dtype: torch.dtype | None = None) -> ParameterCounts:
     config = parse_model(model)
     network, ingredients = meta_parts(config)
     counts, parts = count_parameters(config), _trained_parts(network, ingredients)
@@ -325,7 +329,10 @@ def _network_counts(model: str) -> ParameterCounts:
     frozen += sum(p.numel() for one in ingredients for part in one.frozen.values() for p in part.parameters())
     trained = _num_trained(parts.parameters())
     fixed = sum(p.numel() for p in parts.parameters()) - trained
-    return ParameterCounts(trained, fixed, frozen, _num_in_matrices(parts))
+    with torch.device("meta"):
+        layers = dtype and lowered_layers(build_frozen_text_encoder(config), dtype)
+    lowered = sum(parameter.numel() for layer in layers or () for parameter in layer.parameters())
+    return ParameterCounts(trained, fixed, frozen, _num_in_matrices(parts), lowered)
 
 
 def _num_in_matrices(parts: Iterable[nn.Module]) -> int:

@@ -16,7 +16,7 @@ from diffusion.config import fields
 from diffusion.config.data import ImageSize
 from diffusion.config.loading import to_yaml
 from diffusion.config.schema import Config, Task
-from diffusion.models.architectures import text_shape, vae_factor
+from diffusion.models.architectures import text_shape, unread_vae, vae_factor
 from diffusion.models.flops import count_flops
 from diffusion.planning.amounts import Amounts, EpochPlan, StreamPlan, plan_amounts, plan_epoch
 from diffusion.planning.memory import (
@@ -38,7 +38,7 @@ UNKNOWN = "unknown"
 
 ASSUMPTIONS = [
     "Memory: fp32 weights, gradients, moments of the optimizer and averages; fsdp gathers weights in the arithmetic's "
-    "precision. "
+    "precision, which the frozen text encoder's linear layers have on a GPU. "
     "With reshard_after_forward the gathered block is not counted.",
     "Activations: what autograd keeps in the arithmetic's precision, nothing recomputed or compiled. Largest "
     f"microbatch: {CUDA_BYTES / 1e9:g} GB for CUDA, and at most {USABLE_MEMORY:.0%} of the memory.",
@@ -68,6 +68,8 @@ class Plan(Amounts):
     memory: MemoryPlan
     tiers: TierPlan
     checkpoints: CheckpointPlan
+    assumptions: list[str]
+    """Those of this run, beside `ASSUMPTIONS`."""
 
 
 def plan_run(config: Config, *, world_size: int = 1, counts: ParameterCounts | None = None) -> Plan:
@@ -91,7 +93,18 @@ def plan_run(config: Config, *, world_size: int = 1, counts: ParameterCounts | N
         memory=plan_memory(config, counts, num_ranks),
         tiers=plan_tiers(config, epoch.streams, num_ranks=num_ranks, num_images=num_images, num_samples=num_samples),
         checkpoints=plan_checkpoints(config, counts, epoch.num_steps),
+        assumptions=_assumptions(config),
     )
+
+
+def _assumptions(config: Config) -> list[str]:
+    vae = unread_vae(config.model) if config.task is Task.diffusion else None
+    if vae is None:
+        return []
+    return [
+        f"VAE: {vae} is no folder here with the config.json of a VAE. The architecture's is planned in its place, with "
+        f"{vae_factor(config.model)} pixels per latent position along a side."
+    ]
 
 
 def mean_training_flops(config: Config, streams: Sequence[StreamPlan]) -> float | None:
@@ -174,7 +187,7 @@ def format_plan(plan: Plan, missing: Mapping[str, str] | None = None) -> str:
     if missing:
         lines += ["Still missing before it can start", *(f"  {key}: {doc}" for key, doc in missing.items())]
     lines += [f"This run would not start: {plan.epoch.problem}."] if plan.epoch.problem is not None else []
-    return "\n".join([*lines, "Assumed", *(f"  - {assumption}" for assumption in ASSUMPTIONS)])
+    return "\n".join([*lines, "Assumed", *(f"  - {assumption}" for assumption in ASSUMPTIONS + plan.assumptions)])
 
 
 def number_text(value: float | None, form: str, key: str = "") -> str:

@@ -63,9 +63,10 @@ def test_a_model_that_is_planned_with_and_is_not_here_is_named(key):
         train_command([BASES[Task.diffusion], *overrides, "--dry-run"], say=print)
 
 
-def test_a_language_model_that_is_still_to_be_named():
-    with pytest.raises(ConfigurationError, match=r"^model\.text_encoder\.path is \?\?\?: .*Set it to a folder"):
-        train_command(["yamls/tiny/language_model.yaml", "--dry-run"], say=print)
+@pytest.mark.parametrize("yaml", ["language_model", "alignment"])
+def test_a_model_that_is_planned_with_and_is_still_to_be_named(yaml):
+    with pytest.raises(ConfigurationError, match=r"^model\.(text_encoder|alignment)\.path=\?\?\?: .*Give the folder"):
+        train_command([f"yamls/tiny/{yaml}.yaml", "--dry-run"], say=print)
 
 
 @pytest.mark.s3

@@ -241,6 +241,7 @@ def test_all_aspect_ratios_are_trained(runs):
 def test_a_dry_run_plans_it(yaml, tmp_path):
     said: list[str] = []
     own = [f"model.text_encoder.path={write_language_model(tmp_path, 'qwen3')}"] if yaml == LANGUAGE else []
+    own += [f"model.alignment.path={write_image_encoder(tmp_path)}"] if yaml == ALIGNMENT else []
     train_command([yaml, *own, "--dry-run"], say=said.append)
     config = load_config(yaml, may_lack=is_location)
     assert f"Plan of {config.run_name}\n" in said[-1]

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from omegaconf import MISSING
 from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
@@ -120,8 +119,6 @@ class AlignmentIngredient(Ingredient):
         Raises:
             ConfigurationError: there is no image encoder.
         """
-        if self._config.path == MISSING:  # In a plan, whose paths may be open.
-            return
         kind, config = read_image_encoder(self._config.path)
         settings: Any = network.config
         is_transformer = component_name(network) == "transformer"

@@ -1,6 +1,7 @@
 """Counts of a configured network against the network that is built."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ from diffusion.composer_models import AutoencoderTraining
 from diffusion.config.data import ImageSize
 from diffusion.config.loading import load_config
 from diffusion.config.model import AutoencoderConfig
-from diffusion.config.training import Device
+from diffusion.config.training import Device, Precision
 from diffusion.errors import ConfigurationError
 from diffusion.models import build_model
 from diffusion.models.architectures import TINY, build_vae
 from diffusion.models.ingredients.lora import add_lora
+from diffusion.models.precision import AUTOCAST_DTYPES
 from diffusion.planning.fleets import Fleet, rate_for
 from diffusion.planning.memory import (
     ParameterCounts,
@@ -118,6 +120,17 @@ def test_text_that_is_stored_has_the_width_of_the_language_model(tmp_path):
     tiers = [plan_run(toy(*text, f"data.text_embeddings={stored}")).tiers for stored in ("false", "true")]
     sizes = [one.sample_bytes or 0 for one in tiers]
     assert sizes[1] - sizes[0] == 2 * 96 * WIDTHS["t5"] != 2 * 96 * 64
+
+
+@pytest.mark.parametrize("precision", Precision)
+def test_frozen_memory_is_that_of_the_precisions_in_which_a_gpu_holds_the_weights(tmp_path, precision):
+    text = f"model.text_encoder={{path: {write_language_model(tmp_path, 'qwen3')}}}"
+    config = toy(text, "model.text_adapter={layers: 1}", f"trainer.precision={precision.value}")
+    model: Any = build_training_model(config, Device.cpu)
+    if precision in AUTOCAST_DTYPES:
+        model.conditioner.lower_precision(AUTOCAST_DTYPES[precision])
+    frozen = sum(parameter.nbytes for part in model.frozen_parts for parameter in part.parameters())
+    assert plan_memory(config, parameter_counts(config), 1).frozen_bytes == frozen
 
 
 @pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from diffusion.config.data import DataConfig, ImageSize, Mixing, Representation, StreamConfig, ValidationConfig
-from diffusion.config.model import Posterior
+from diffusion.config.model import Architecture, ModelConfig, Posterior
 from diffusion.config.operations import PlanConfig
 from diffusion.config.schema import Config
 from diffusion.config.training import (
@@ -18,8 +18,9 @@ from diffusion.config.training import (
     TrainerConfig,
 )
 from diffusion.formats.shards import ShardFormat
+from diffusion.models.architectures import TINY, build_vae
 from diffusion.planning.amounts import absent_streams
-from diffusion.planning.fleets import Fleet, rate_for
+from diffusion.planning.fleets import Failures, Fleet, format_budgets, make_budget, rate_for
 from diffusion.planning.memory import ParameterCounts
 from diffusion.planning.plan import Plan, format_plan, plan_run, training_flops
 
@@ -320,6 +321,22 @@ def test_folders_that_are_not_here_are_told(tmp_path):
     config.validation = ValidationConfig(local="${data.local}/v", streams=[StreamConfig(name="a")])
     assert "validation.streams" not in absent_streams(config)
     assert absent_streams(recipe(local="???", streams=streams)) == {}
+
+
+def test_a_vae_that_cannot_be_read_here_is_an_assumption(tmp_path):
+    config = recipe()
+    fleet = Fleet(name="one", num_gpus=1, images_per_second={256: 100.0})
+
+    def texts(**weights: str) -> list[str]:
+        config.model = ModelConfig(architecture=Architecture.tiny, **weights)
+        budget = make_budget([config], [fleet], failures=Failures())
+        return [format_plan(make_plan(config)), format_budgets([budget], Failures())]
+
+    for weights in ({"vae": "/nowhere/a"}, {"vae": "some/name", "pretrained": "???"}, {"pretrained": "/nowhere/a"}):
+        assert all(f"{weights.get('vae', '/nowhere/a/vae')} is no folder here" in text for text in texts(**weights))
+    build_vae(TINY).save_config(tmp_path / "vae")
+    for weights in ({}, {"pretrained": "???"}, {"vae": str(tmp_path / "vae")}, {"pretrained": str(tmp_path)}):
+        assert not any("no folder here" in text for text in texts(**weights))
 
 
 def test_text():
