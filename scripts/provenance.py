@@ -20,7 +20,7 @@ from diffusion.launch import CommandParser, output_file, run_command
 def main() -> None:
     """Count, look up, write."""
     parser = CommandParser(description=__doc__)
-    parser.add_argument("checkpoint", help="checkpoint, or run folder (newest checkpoint)")
+    parser.add_argument("checkpoint", type="checkpoint", help="checkpoint, or run folder (newest checkpoint)")
     parser.add_argument("--data", type=Path, help="folder of the buckets of the prepared data, such as PREPARED/train")
     parser.add_argument("--out", type=output_file, default="seen.csv", help="table to write (default: seen.csv)")
     parser.add_argument(
