@@ -44,11 +44,13 @@ def main() -> None:
     from diffusion.datasets.sample_order import describe_changes
     from diffusion.errors import DataError
     from diffusion.formats.run_folder import BAD_IMAGES
-    from diffusion.operations.training_content import Content, write_summary
+    from diffusion.operations.training_content import Content, read_manifests, write_summary
 
     checkpoint = resolve_checkpoint(options.checkpoint)
     config = from_dict(Config, read_config_values(checkpoint), str(checkpoint))
     folders = find_folders(config, options.data)
+    if options.summary is not None:  # Mistakes show before all is counted.
+        read_manifests(folders)
     num_steps, fingerprint = read_position(checkpoint)
     order = build_order(config, folders, fingerprint)
     if changes := describe_changes(fingerprint, order.fingerprint()):
