@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import xxhash
 from PIL import Image
 
@@ -114,6 +113,7 @@ def _run(command: list[str]) -> dict[str, float]:
 
 def _check(out: Path) -> int:
     """Compare the digest of each sample's image with that of the scan; return the number of samples."""
+    import pyarrow.parquet as pq
     from streaming.base.format import reader_from_json  # Imported late: `_run` counts the memory of this process, too.
 
     digests: dict[str, str] = {}

@@ -23,9 +23,9 @@ from PIL import Image, ImageDraw
 
 from diffusion.errors import DataError
 from diffusion.evaluation.images import PreparedSamples, read_image
-from diffusion.evaluation.nearest import nearest
 from diffusion.evaluation.prompts import open_images
 from diffusion.files import write_json
+from diffusion.formats.marks import Mark, save_marked
 from diffusion.launch import CommandParser, run_command
 
 NUM_CONCEPTS = 10
@@ -78,8 +78,9 @@ def main() -> None:
     result, found = score(drawings, images)
     write_json(options.out / "held_out.json", result)
     print(json.dumps(result, indent=2))
-    draw_grid(cells, generated).save(options.out / "grid.png")
-    draw_pairs(drawings, images, found).save(options.out / "pairs.png")
+    mark = Mark(model=options.out.resolve().name)
+    save_marked(draw_grid(cells, generated), options.out / "grid.png", mark)
+    save_marked(draw_pairs(drawings, images, found), options.out / "pairs.png", mark)
 
 
 def read(root: Path, *, is_held_out: bool) -> Iterator[Drawing]:
@@ -119,6 +120,8 @@ def score(drawings: list[Drawing], images: list[Image.Image]) -> tuple[dict[str,
     Raises:
         DataError: there is not one image for each held-out drawing.
     """
+    from diffusion.evaluation.nearest import nearest
+
     asked = [number for number, one in enumerate(drawings) if one.is_held_out]
     trained = [number for number, one in enumerate(drawings) if not one.is_held_out]
     if len(images) != len(asked):

@@ -7,13 +7,14 @@ Its scenes are not those of the training images.
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import ViTConfig, ViTModel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import ViTModel
 
 if __name__ == "__main__":  # As a file, for the imports of this repository.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -22,15 +23,19 @@ from benchmarks.leaderboard import RESOLUTION
 from demo.scenes import COLOURS, SHAPES, draw, scenes
 from diffusion.files import write_json
 from diffusion.launch import CommandParser, run_command
-from diffusion.models.ingredients.alignment import PREPROCESSOR
 
 PAIRS = [(colour, shape) for colour in COLOURS for shape in SHAPES]
 NUM_IMAGES, NUM_TRAINED = 20_000, 19_000
 BATCH_SIZE, LEARNING_RATE, WIDTH, PATCH_SIZE = 64, 1e-3, 128, 8
 
 
-def train(steps: int) -> tuple[ViTModel, float]:
+def train(steps: int) -> "tuple[ViTModel, float]":
     """Train on drawn scenes; return the network, and the share of other images with all pairs right."""
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+    from transformers import ViTConfig, ViTModel
+
     torch.manual_seed(0)
     drawn = scenes(NUM_IMAGES, split="encoder", shares=(0.3, 0.35, 0.35))
     images = np.stack([np.array(draw(scene, RESOLUTION)) for scene in drawn])
@@ -50,7 +55,7 @@ def train(steps: int) -> tuple[ViTModel, float]:
     )
     head = nn.Linear(WIDTH, len(PAIRS))
 
-    def logits(of: Tensor | slice) -> Tensor:
+    def logits(of: "Tensor | slice") -> "Tensor":
         return head(network(pixels[of]).last_hidden_state[:, 1:].mean(1))
 
     optimizer = torch.optim.AdamW([*network.parameters(), *head.parameters()], lr=LEARNING_RATE)
@@ -74,6 +79,9 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--steps", type=int, default=4000)
     options = parser.parse_args()
+
+    from diffusion.models.ingredients.alignment import PREPROCESSOR
+
     network, right = train(options.steps)
     network.save_pretrained(options.out)
     write_json(options.out / PREPROCESSOR, {"image_mean": [0.5] * 3, "image_std": [0.5] * 3})

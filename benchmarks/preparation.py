@@ -5,28 +5,23 @@ python -m benchmarks.preparation driver 79000 [--engine ray]
 python -m benchmarks.preparation mixing
 """
 
-import argparse
 import json
 import multiprocessing
 import resource
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
-from unittest.mock import patch
+from typing import Any
 
-import duckdb
 import numpy as np
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from diffusion.datasets.sample_order import GlobalOrder, OrderSettings, StreamShape
 from diffusion.formats.data_set import METADATA, SCORES
-from diffusion.preparation import scan
+from diffusion.launch import CommandParser, run_command
 from diffusion.preparation.config import (
     BucketsConfig,
     ConditionConfig,
@@ -35,11 +30,7 @@ from diffusion.preparation.config import (
     FiltersConfig,
     PrepareConfig,
 )
-from diffusion.preparation.engine import Workers
-from diffusion.preparation.layout import SCHEMA, part_name
-from diffusion.preparation.records import Location, Partition, Partitions, Reason, Rejected
-from diffusion.preparation.select import WINDOWS_PER_TASK, select
-from diffusion.preparation.sources import Source
+from diffusion.preparation.records import Partition
 
 
 def measure_select(num_rows: int, *, folder: Path | None = None) -> dict[str, Any]:
@@ -53,6 +44,8 @@ def measure_select(num_rows: int, *, folder: Path | None = None) -> dict[str, An
     Returns:
         `seconds` and `peak_gib` (resident memory) of the process, `kept`, and rejected images by reason.
     """
+    from diffusion.preparation.layout import part_name
+
     rows_per_part = min(max(num_rows // 400, 2000), 250_000)
     numbers = range(-(-num_rows // rows_per_part))
     with tempfile.TemporaryDirectory() as temporary:
@@ -65,6 +58,8 @@ def measure_select(num_rows: int, *, folder: Path | None = None) -> dict[str, An
 
 
 def _select(out: str, num_parts: int) -> dict[str, Any]:
+    from diffusion.preparation.select import select
+
     filters = FiltersConfig(
         min_shorter_side=256,
         max_aspect_ratio=3.0,
@@ -103,6 +98,11 @@ def _select(out: str, num_parts: int) -> dict[str, Any]:
 
 def _write_metadata(out: Path, num_rows: int, rows_per_part: int) -> None:
     """Write metadata and aesthetic scores. What copies have in common follows from the number of the first."""
+    import duckdb
+    import pyarrow.parquet as pq
+
+    from diffusion.preparation.layout import SCHEMA, part_name
+
     with duckdb.connect(config={"threads": 1}) as connection:
         connection.execute(_MACROS)
         for part, start in enumerate(range(0, num_rows, rows_per_part)):
@@ -156,44 +156,6 @@ SELECT format('web/{}.tar/{:010d}', number // 10000, number) AS key, draw(number
 FROM images JOIN captions ON caption = draw(number, 'caption') % 300000
 ORDER BY number
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class _EmptySource(Source):
-    """Tars whose reading is replaced: each is one rejection."""
-
-    kind: ClassVar[str] = "empty"
-    num_partitions: int
-
-    def partitions(self, known: Sequence[str] = (), only: object = None) -> Partitions:
-        """List partitions like those of tars of 10,000 images."""
-        return Partitions(
-            new=(
-                Partition(file=f"{n:05}.tar", version=f"{n} etag", num_bytes=10**9) for n in range(self.num_partitions)
-            )
-        )
-
-    def scan(self, partition: Partition) -> Iterator[Rejected]:
-        """Reject one image."""
-        location = Location(file=partition.file, version=partition.version)
-        yield Rejected(f"empty/{partition.file}", Reason.DAMAGED_FILE, location)
-
-
-def measure_driver(num_partitions: int, engine: Engine = Engine.processes) -> dict[str, float]:
-    """Scan partitions without images; return CPU seconds and peak memory (MB) of this process, which is the driver."""
-    began, cpu = time.monotonic(), time.process_time()
-    source = _EmptySource(name="empty", root="/empty", num_partitions=num_partitions)
-    with tempfile.TemporaryDirectory() as out, patch.object(scan, "open_sources", lambda *_: [source]):
-        config = PrepareConfig(sources=["/empty"], out=out)
-        found = scan.scan_sources(config, workers=Workers(engine=engine, number=2))
-        assert len(list(Path(out, "metadata").iterdir())) == len(found.partitions) == num_partitions
-    return {
-        "partitions": num_partitions,
-        "driver CPU s": time.process_time() - cpu,
-        "driver ms/partition": (time.process_time() - cpu) / num_partitions * 1e3,
-        "wall s": time.monotonic() - began,
-        "peak MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
-    }
 
 
 def measure_mixing(
@@ -264,6 +226,8 @@ def _deal(
     per_shard: int,
 ) -> list[list[NDArray[np.int32]]]:
     """Cut shards as `write` does; for each bucket the partitions of the images of each shard."""
+    from diffusion.preparation.select import WINDOWS_PER_TASK
+
     shards: list[list[NDArray[np.int32]]] = [[] for _ in shares]
     rests = [np.empty(0, np.int32) for _ in shares]
     order = generator.permutation(num_partitions).astype(np.int32)
@@ -286,13 +250,15 @@ def _deal(
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("what", choices=["select", "driver", "mixing"])
     parser.add_argument("number", type=int, nargs="?", default=1_000_000, help="of rows, or of partitions")
     parser.add_argument("--folder", type=Path, help="for the metadata of select; kept")
     parser.add_argument("--engine", type=Engine, default=Engine.processes, help="of driver")
     options = parser.parse_args()
     if options.what == "driver":
+        from benchmarks.driver import measure_driver
+
         print(json.dumps(measure_driver(options.number, options.engine)))
     elif options.what == "mixing":
         print("\n".join(map(json.dumps, measure_mixing())))
@@ -301,6 +267,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from benchmarks import preparation  # Ray pickles the classes of `__main__` by value, which takes 2 GB.
-
-    preparation.main()
+    raise SystemExit(run_command(main))

@@ -18,9 +18,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 if __name__ == "__main__":  # As a file, for the imports of this repository.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -28,15 +25,11 @@ from benchmarks.leaderboard import Task
 from benchmarks.rows import append, read_rows
 from benchmarks.tables import replace_between
 from demo.steps import ROOT
-from diffusion.composer_models import LatentDiffusionTraining
 from diffusion.config.loading import load
 from diffusion.config.schema import Config
 from diffusion.config.training import Device
 from diffusion.launch import CommandParser, run_command
-from diffusion.models.latent_diffusion import squared_error
-from diffusion.optimizers import warmup_stable_decay
 from diffusion.reports.tables import markdown_table
-from diffusion.train import build_evaluator, build_optimizer, build_train_data, build_training_model
 
 YAML = "yamls/tiny/transformer.yaml"
 ROWS = ROOT / "docs" / "transfer.jsonl"
@@ -71,6 +64,13 @@ def configure(row: Mapping[str, Any], vae: Path, latents: Path) -> Config:
 
 def train(config: Config) -> float:
     """Train in this process, without the Trainer, and return the loss of validation; infinity if it diverges."""
+    import torch
+
+    from diffusion.composer_models import LatentDiffusionTraining
+    from diffusion.models.latent_diffusion import squared_error
+    from diffusion.optimizers import warmup_stable_decay
+    from diffusion.train import build_evaluator, build_optimizer, build_train_data, build_training_model
+
     model, data = build_training_model(config, Device.cpu), build_train_data(config)
     assert isinstance(model, LatentDiffusionTraining)
     evaluator, optimizer = build_evaluator(config, model), build_optimizer(config, model)
@@ -81,7 +81,7 @@ def train(config: Config) -> float:
     for batch in islice(data.dataloader, STEPS):
         with autocast:
             loss = model.loss(model(batch), batch)
-        assert isinstance(loss, Tensor)
+        assert isinstance(loss, torch.Tensor)
         if not loss.isfinite():
             return math.inf
         optimizer.zero_grad()
@@ -160,6 +160,9 @@ def main() -> None:
     if options.tables:
         write_table(options.rows)
         return
+
+    import torch
+
     torch.set_num_threads(1)
     out: Path = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)

@@ -7,21 +7,18 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 from PIL import Image, ImageDraw
 
 from demo.scenes import COLOURS, SHAPES, Scene, caption, draw, prompts, scenes
-from demo.shape_checks import score
 from diffusion.files import write_json
 from diffusion.formats.marks import save_marked
 from diffusion.formats.run_folder import TRAIN_LOSS
 from diffusion.launch import CommandParser, run_command
-from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.reports.page import image_uri, write_page
-from diffusion.reports.run import read_run
-from diffusion.reports.run_page import VALIDATION_LOSS, plot_metrics
+
+if TYPE_CHECKING:
+    from diffusion.models.latent_diffusion import LatentDiffusion
 
 SEEDS_SHOWN = 2
 NAMES = {
@@ -39,6 +36,8 @@ have them, relation and positions."""
 
 def rates(images: Sequence[Image.Image], requested: Sequence[Scene]) -> Rates:
     """Shares of images that agree with their scenes."""
+    from demo.shape_checks import score
+
     scores = [score(image, scene) for image, scene in zip(images, requested, strict=True)]
     found: dict[str, float] = {"number": len(scores)}
     for name in ("colour", "shape", "count", "relation", "position"):
@@ -58,7 +57,7 @@ def oracle_rates(num: int, size: int) -> tuple[Rates, Rates]:
 
 
 def score_model(
-    model: LatentDiffusion, *, seeds_per_prompt: int, **sampling: Any
+    model: "LatentDiffusion", *, seeds_per_prompt: int, **sampling: Any
 ) -> tuple[dict[str, Rates], list[Image.Image], list[Image.Image]]:
     """Generate for every evaluation prompt, and score.
 
@@ -131,6 +130,12 @@ def write_report(
         pairs: images of two objects, those of a prompt next to one another.
         settings: sampling settings as text.
     """
+    import pandas as pd
+
+    from diffusion.reports.page import image_uri, write_page
+    from diffusion.reports.run import read_run
+    from diffusion.reports.run_page import VALIDATION_LOSS, plot_metrics
+
     vae, *phases = (read_run(folder) for folder in runs)
     psnr = vae.curve("metrics/validation/psnr")
     of_pair = prompts()[1]

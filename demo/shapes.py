@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from PIL import Image
 
 from demo.scenes import SHARES, Scene, caption, draw, scenes
@@ -136,6 +134,9 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def _write_parquet(folder: Path, shard: int, images: list[_Image]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     files = [{"bytes": image.content, "path": f"{image.key}.{image.suffix}"} for image in images]
     file_type = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     columns = {"image": pa.array(files, file_type), "caption": pa.array([image.caption for image in images])}

@@ -120,13 +120,15 @@ class CommandParser(argparse.ArgumentParser):
     """An argument parser that raises `ConfigurationError`, so that each node prints a mistake once.
 
     The description is printed as it is written. Arguments of type `float` are finite and not negative, those of type
-    `Path` are neither empty, which would be the working directory, nor URLs.
+    `Path` are neither empty, which would be the working directory, nor URLs, and those of type "checkpoint" are URLs or
+    exist.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **options})
         self.register("type", float, number)
         self.register("type", Path, local_path)
+        self.register("type", "checkpoint", checkpoint_location)
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing on every rank."""
@@ -172,6 +174,12 @@ def _name_and_score(text: str) -> tuple[str, float]:
     return name, float(value)
 
 
+def _is_present(location: str) -> bool:
+    from diffusion.storage import is_url
+
+    return is_url(location) or Path(location).expanduser().exists()
+
+
 def _local_path(text: str) -> Path:
     if not text.strip() or "://" in text:
         raise ValueError(text)
@@ -188,6 +196,8 @@ duration = _argument(_seconds, "time: give 90s, 30m, 2h or 1d", lambda value: 0 
 named_score = _argument(_name_and_score, "score such as aesthetic=7", lambda score: math.isfinite(score[1]))
 local_path = _argument(_local_path, "path of this machine", lambda path: True)
 existing_folder = _argument(_local_path, "folder", Path.is_dir)
+existing_file = _argument(_local_path, "file", lambda path: path.exists() and not path.is_dir())
+checkpoint_location = _argument(str, "checkpoint, run folder, or URL of a store", _is_present)
 """Types of arguments; `duration` is in seconds."""
 
 

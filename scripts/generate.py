@@ -11,7 +11,15 @@ from typing import Any
 from diffusion.config.frozen import add_model, frozen_paths
 from diffusion.errors import ConfigurationError, error_context, explained_writes
 from diffusion.files import read_json_lines
-from diffusion.launch import CommandParser, choose_device, named_score, positive, run_command, unicode_text
+from diffusion.launch import (
+    CommandParser,
+    choose_device,
+    named_score,
+    positive,
+    run_command,
+    unicode_text,
+    whole_number,
+)
 
 GRID_IMAGES = 128
 """Images of the grid, at most: the first ones."""
@@ -37,7 +45,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rewrite-instructions", type=Path, metavar="FILE", help="text in place of the usual request")
     parser.add_argument("--negative-prompt", type=unicode_text, help="prompt to avoid; default: the empty caption")
     parser.add_argument("--images-per-prompt", type=positive, default=1)
-    parser.add_argument("--seed", type=int, help="image i gets seed + i; default: random")
+    parser.add_argument("--seed", type=whole_number, help="image i gets seed + i; default: random")
     parser.add_argument("--steps", type=positive, default=50, help="steps of the sampler")
     parser.add_argument("--sampler", help="euler or heun, for rectified flow; default: ddim, or euler")
     parser.add_argument("--guidance-scale", type=float, default=3.0)
@@ -54,14 +62,20 @@ def parse_arguments() -> argparse.Namespace:
         "--c2pa", type=Path, nargs=2, metavar=("CERTIFICATES", "KEY"),
         help="sign a C2PA manifest into each image: PEM files of certificate chain and private key",
     )  # fmt: skip
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.rewrite is not None and options.rewrite_model is None:
+        parser.error("--rewrite needs --rewrite-model NAME, the model of the server")
+    of_server = ("model", "key", "instructions") if options.rewrite is None else ()
+    if given := [name for name in of_server if getattr(options, f"rewrite_{name}") is not None]:
+        parser.error(f"--rewrite-{given[0]} needs --rewrite URL, the server")
+    return options
 
 
 def read_prompts(arguments: argparse.Namespace) -> list[str]:
     """Prompts of the options, without blank ones."""
-    from diffusion.evaluation import prompts
-
     if arguments.prompts_file is not None:
+        from diffusion.evaluation import prompts
+
         with error_context("--prompts-file"):
             return [prompt.text for prompt in prompts.read_prompts(arguments.prompts_file)]
     texts = [text.strip() for text in arguments.prompts if text.strip()]
@@ -73,12 +87,8 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
 def open_rewriter(arguments: argparse.Namespace) -> Callable[[list[str]], list[str]]:
     """Open the server of --rewrite, which rewrites prompts; without it they stay as they are."""
     if arguments.rewrite is None:
-        for name in ("model", "key", "instructions"):
-            if getattr(arguments, f"rewrite_{name}") is not None:
-                raise ConfigurationError(f"--rewrite-{name} needs --rewrite URL, the server")
         return list
-    if arguments.rewrite_model is None:
-        raise ConfigurationError("--rewrite needs --rewrite-model NAME, the model of the server")
+
     from diffusion.chat import ServerConfig
     from diffusion.evaluation.rewriting import INSTRUCTIONS, Rewriter
 
@@ -120,20 +130,20 @@ def main() -> None:
     """Load, generate, write."""
     arguments = parse_arguments()
     prompts = [prompt for prompt in read_prompts(arguments) for _ in range(arguments.images_per_prompt)]
-    seeds = read_seeds(arguments, len(prompts))
     out: Path = arguments.out
     check_folder(out, len(prompts), arguments.prompts_file)
+    rewrite = open_rewriter(arguments)
+
+    from diffusion.formats.marks import c2pa_signer, save_marked
+
+    sign = c2pa_signer(*arguments.c2pa) if arguments.c2pa else None
+    seeds = read_seeds(arguments, len(prompts))
     device = choose_device(arguments.device)
     writing = partial(explained_writes, f"--out {out}", "Choose another folder")
     with writing():
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
-
-    from diffusion.formats.marks import c2pa_signer, save_marked
-
-    sign = c2pa_signer(*arguments.c2pa) if arguments.c2pa else None
-    rewrite = open_rewriter(arguments)
 
     from diffusion.evaluation.images import GRID, LISTING
     from diffusion.evaluation.prompts import write_listing

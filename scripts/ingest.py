@@ -12,10 +12,9 @@ import argparse
 import logging
 import signal
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from diffusion.launch import CommandParser, duration, positive, run_command
+from diffusion.launch import CommandParser, duration, existing_file, positive, run_command
 
 logger = logging.getLogger("diffusion.ingest")
 
@@ -27,7 +26,7 @@ class Terminated(BaseException):
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = CommandParser(description=__doc__)
-    parser.add_argument("config", type=Path, metavar="YAML", help="of a preparation")
+    parser.add_argument("config", type=existing_file, metavar="YAML", help="of a preparation")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the YAML's keys")
     parser.add_argument("--queue", metavar="URL", help="queue of SQS with the notifications of the bucket")
     parser.add_argument("--interval", type=duration, default="10m", metavar="TIME", help="from the first new object to "

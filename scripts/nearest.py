@@ -1,10 +1,12 @@
 """Find the nearest training images of generated ones, and name suspected copies.
 
     python scripts/nearest.py IMAGES DATA --out FOLDER
+    python scripts/nearest.py IMAGES RUN --data PREPARED --out FOLDER       # RUN was trained on latents
 
 IMAGES is a folder as scripts/generate.py writes it, or any folder of images. DATA is a prepared data set, or a run that
-was trained on one. An image that is nearer to training than nearly all validation images is a suspected copy. FOLDER
-gets nearest.jsonl, a row per image, and nearest.html, which shows the images beside their neighbours.
+was trained on one: then only the buckets of the run count. An image that is nearer to training than nearly all
+validation images is a suspected copy. FOLDER gets nearest.jsonl, a row per image, and nearest.html, which shows the
+images beside their neighbours.
 """
 
 import sys
@@ -20,6 +22,10 @@ def main() -> None:
     parser = CommandParser(description=__doc__)
     parser.add_argument("images", type=existing_folder, metavar="IMAGES", help="folder of generated images")
     parser.add_argument("data", type=existing_folder, metavar="DATA", help="folder of a prepared data set, or of a run")
+    parser.add_argument(
+        "--data", type=existing_folder, dest="prepared", metavar="PREPARED",
+        help="prepared data of a run that was trained on latents",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder for table and page")
     parser.add_argument(
         "--validation", type=existing_folder, metavar="DATA2",
@@ -47,8 +53,8 @@ def main() -> None:
     from diffusion.evaluation.prompts import open_images
 
     images = open_images(options.images)
-    data = nearest.find_data(options.data)
-    training = nearest.open_training(data)
+    data, buckets = nearest.find_data(options.data, options.prepared)
+    training = nearest.open_training(data, buckets)
     validation = nearest.open_validation(data, options.validation)
     device = torch.device(choose_device(options.device))
     network = Clip(options.clip, "--clip", local_files_only=True) if options.clip else nearest.Pixels()

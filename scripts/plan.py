@@ -13,7 +13,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffusion.config.checks import check
@@ -22,7 +21,7 @@ from diffusion.config.locations import is_location
 from diffusion.config.schema import Config
 from diffusion.errors import ConfigurationError, explained_writes
 from diffusion.files import write_json
-from diffusion.launch import CommandParser, output_file, positive, positive_number, run_command
+from diffusion.launch import CommandParser, existing_file, output_file, positive, positive_number, run_command
 
 if TYPE_CHECKING:
     from diffusion.planning.fleets import Fleet
@@ -33,11 +32,15 @@ def build_parser() -> CommandParser:
     description, _, _ = (__doc__ or "").partition("\n")
     parser = CommandParser(prog="plan.py", description=description)
     parser.add_argument("configs", nargs="*", metavar="RUN.yaml", help="runs, and key.sub=value for all")
-    parser.add_argument("--fleets", type=Path, metavar="FILE", help="JSON list of fleets; default: the published ones")
+    parser.add_argument(
+        "--fleets", type=existing_file, metavar="FILE", help="JSON list of fleets; default: the published ones"
+    )
     parser.add_argument(
         "--fleet", nargs="+", default=[], metavar="RUN=NxKIND", help="a fleet for each run, by its name"
     )
-    parser.add_argument("--measured", type=Path, metavar="FILE", help="rows.jsonl of `python -m benchmarks` for a GPU")
+    parser.add_argument(
+        "--measured", type=existing_file, metavar="FILE", help="rows.jsonl of `python -m benchmarks` for a GPU"
+    )
     parser.add_argument("--gpus", type=positive, nargs="+", help="with --measured: fleet sizes; default: 8 to 128")
     parser.add_argument("--price", type=float, help="with --measured: dollars per GPU-hour")
     parser.add_argument("--gpu-memory-gb", type=positive_number, help="with --measured: memory of a GPU")

@@ -21,7 +21,7 @@ from diffusion.launch import CommandParser, output_file, run_command
 def main() -> None:
     """Count, look up, write."""
     parser = CommandParser(description=__doc__)
-    parser.add_argument("checkpoint", help="checkpoint, or run folder (newest checkpoint)")
+    parser.add_argument("checkpoint", type="checkpoint", help="checkpoint, or run folder (newest checkpoint)")
     parser.add_argument("--data", type=Path, help="folder of the buckets of the prepared data, such as PREPARED/train")
     parser.add_argument("--out", type=output_file, default="seen.csv", help="table to write (default: seen.csv)")
     parser.add_argument(
@@ -44,11 +44,13 @@ def main() -> None:
     )
     from diffusion.datasets.sample_order import describe_changes
     from diffusion.formats.run_folder import BAD_IMAGES
-    from diffusion.operations.training_content import Content, write_summary
+    from diffusion.operations.training_content import Content, read_manifests, write_summary
 
     checkpoint = resolve_checkpoint(options.checkpoint)
     config = from_dict(Config, read_config_values(checkpoint), str(checkpoint))
     folders = find_folders(config, options.data)
+    if options.summary is not None:  # Mistakes show before all is counted.
+        read_manifests(folders)
     num_steps, fingerprint = read_position(checkpoint)
     order = build_order(config, folders, fingerprint)
     if changes := describe_changes(fingerprint, order.fingerprint()):

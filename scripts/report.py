@@ -6,16 +6,16 @@
 The run may be in progress. The page needs no network.
 """
 
-from pathlib import Path
-
 from diffusion.launch import CommandParser, existing_folder, output_file, run_command
 
 
 def main() -> None:
     """Read and write."""
     parser = CommandParser(description=__doc__)
-    parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("--phases", type=Path, nargs="+", default=[], help="run folders of later phases, in order")
+    parser.add_argument("run", type=existing_folder, help="run folder")
+    parser.add_argument(
+        "--phases", type=existing_folder, nargs="+", default=[], help="run folders of later phases, in order"
+    )
     parser.add_argument(
         "--evaluations", type=existing_folder, nargs="+", default=[], help="other output folders of evaluate.py"
     )

@@ -15,13 +15,13 @@ import signal
 import sys
 from pathlib import Path
 
-from diffusion.launch import CommandParser, positive, run_command
+from diffusion.launch import CommandParser, existing_file, positive, run_command
 
 
 def main() -> None:
     """Run the unfinished points, print the table."""
     parser = CommandParser(description=__doc__)
-    parser.add_argument("sweep", type=Path, metavar="SWEEP.yaml", help="file of the sweep")
+    parser.add_argument("sweep", type=existing_file, metavar="SWEEP.yaml", help="file of the sweep")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="values of all points")
     parser.add_argument("--out", type=Path, default=Path("runs/sweeps"), help="parent of the folders of the sweeps")
     parser.add_argument(

@@ -20,21 +20,21 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import psutil
 
 from diffusion.config.data import DataConfig, Representation, StreamConfig
-from diffusion.datasets.loader import train_loader
-from diffusion.datasets.streams import Files, locate_streams, read_files
 from diffusion.formats.data_set import MANIFEST
 from diffusion.formats.shards import INDEX, Shard, ShardFormat, encode_sample, encode_shard, shard_name
 from diffusion.launch import CommandParser, run_command
-from diffusion.operations.checks.data import check_cache
 from diffusion.planning.downloads import World
 from diffusion.reports.tables import text_table
 from verification.simulate_fleet import parse_world
+
+if TYPE_CHECKING:
+    from diffusion.datasets.streams import Files
 
 ROOT = "s3://store/data/train"
 SHARD_SAMPLES = 10_000
@@ -84,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def simulate(num_shards: int, num_streams: int, world: World) -> tuple[list[Start], dict[str, list[int]]]:
     """Start all ranks of a world; return what each did, and the requests and bytes of the store by file name."""
+    from diffusion.datasets.streams import locate_streams, read_files
+
     FORKED.set_forkserver_preload(IMPORTED)
     with tempfile.TemporaryDirectory() as folder, serve(num_shards, num_streams) as endpoint:
         os.environ |= CREDENTIALS
@@ -104,8 +106,11 @@ def simulate(num_shards: int, num_streams: int, world: World) -> tuple[list[Star
             return starts, json.load(answer)
 
 
-def start_rank(rank: int, world: World, cache: str, streams: list[StreamConfig], files: Files) -> Start:
+def start_rank(rank: int, world: World, cache: str, streams: list[StreamConfig], files: "Files") -> Start:
     """Be a rank until its first batch."""
+    from diffusion.datasets.loader import train_loader
+    from diffusion.operations.checks.data import check_cache
+
     local_rank = rank % world.ranks_per_node
     numbers = (rank, local_rank, world.num_ranks, world.ranks_per_node)
     variables = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")

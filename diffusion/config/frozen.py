@@ -43,10 +43,11 @@ class FrozenPaths:
 def add_model(parser: argparse.ArgumentParser, *, compares: bool = False, help_text: str | None = None) -> None:
     """Add arguments for a trained model: checkpoint and weights, and parts beside it, which `frozen_paths` reads.
 
-    A command that compares weights takes several, and by default those that there are.
+    The parser is a `CommandParser`. A command that compares weights takes several, and by default those that there are.
     """
     parser.add_argument(
         "checkpoint",
+        type="checkpoint",
         help=help_text
         or "checkpoint, run folder or its `checkpoints` folder (newest checkpoint), or a file of averaged weights",
     )

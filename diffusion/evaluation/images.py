@@ -86,16 +86,21 @@ def list_images(folder: Path) -> list[Path]:
 class PreparedSamples:
     """Samples that may be used of a prepared data set, or of a split or bucket of it, by number. Not thread-safe.
 
+    Args:
+        root: folder.
+        buckets: names of those that count; None: all.
+
     Raises:
         DataError: an index or the marks of removed samples are damaged.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, buckets: Collection[str] | None = None) -> None:
         self._shards: list[tuple[Path, Shard, str]] = []
         self.convert_to_srgb = False
         removed: list[int] = []
         num = 0
-        for folder in (index.parent for index in sorted(root.rglob(INDEX))):
+        folders = [index.parent for index in sorted(root.rglob(INDEX))]
+        for folder in (one for one in folders if buckets is None or one.name in buckets):
             location = StreamLocation(name=folder.name, remote=None, local=str(folder))
             self.convert_to_srgb |= converts_to_srgb(location)
             removed += sorted(num + index for index in set(find_marked(location)))

@@ -8,7 +8,7 @@ Shape letters: N queries, M references, D width of a feature, K nearest referenc
 
 import heapq
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -230,33 +230,45 @@ def compare(
 # Data sets, table and page
 
 
-def find_data(folder: Path) -> Path:
-    """Find the prepared data set: the folder itself, the one of a split, or the one that a run was trained on.
+def find_data(folder: Path, prepared: Path | None = None) -> tuple[Path, set[str] | None]:
+    """Find a prepared data set, and the names of the buckets that a run was trained on; None: all.
+
+    The folder is the data set, one of its splits, or a run. `prepared` is the data set that the run's was encoded from.
 
     Raises:
         ConfigurationError: it cannot be found.
         DataError: the folder is no data set.
     """
-    root = folder
+    root, buckets = folder, None
     if is_run(folder):
         data = read_config(folder).data
-        if data.local == MISSING or data.remote or any(one.local or one.remote for one in data.streams):
-            raise ConfigurationError(f"{folder} was not trained on one local data set: give a prepared one")
-        root = Path(data.local).expanduser()
+        is_elsewhere = (
+            data.local == MISSING or data.remote or any(one.local or one.remote for one in data.known_streams)
+        )
+        if prepared is None and is_elsewhere:
+            raise ConfigurationError(f"{folder} was not trained on one local data set: name a prepared one with --data")
+        root = prepared or Path(data.local).expanduser()
+        buckets = {Path(one.name).name for one in data.known_streams} or None
+    elif prepared is not None:
+        raise ConfigurationError(f"--data is for a run, and {folder} is none: leave one of them out")
     if root.name in SPLITS and (root.parent / MANIFEST).is_file():
         root = root.parent
     manifest = root / MANIFEST
     if manifest.is_file() and read_json(manifest).get("kind") == ENCODED:
-        raise ConfigurationError(f"{root} is encoded data, without images: give the prepared data set it was made from")
+        raise ConfigurationError(
+            f"{root} is encoded data, without images: give the prepared data set it was made from, "
+            "or name that with --data beside a run"
+        )
     PreparedManifest.read(root)
-    return root
+    return root, buckets
 
 
-def open_training(data: Path) -> PreparedSamples:
-    """Open the training images of a prepared data set; a DataError if there are none."""
-    samples = PreparedSamples(data / SPLITS[0])
+def open_training(data: Path, buckets: Collection[str] | None = None) -> PreparedSamples:
+    """Open the training images of a prepared data set, or of some of its buckets; a DataError if there are none."""
+    samples = PreparedSamples(data / SPLITS[0], buckets)
     if not len(samples):
-        raise DataError(f"{data / SPLITS[0]} has no samples: prepare the data anew")
+        names = "" if buckets is None else f" in {', '.join(sorted(buckets))}"
+        raise DataError(f"{data / SPLITS[0]} has no samples{names}: prepare the data anew, or give other data")
     return samples
 
 

@@ -14,7 +14,7 @@ from diffusion.config.locations import weight_locations
 from diffusion.config.schema import Config
 from diffusion.config.secrets import redact
 from diffusion.datasets.provenance import Exposure, licence_of
-from diffusion.errors import printable
+from diffusion.errors import DataError, printable
 from diffusion.files import read_json, read_json_lines, write_atomically
 from diffusion.formats.data_set import MANIFEST, REMOVED_SAMPLES, PreparedManifest, SourceEntry
 from diffusion.formats.run_folder import STARTS
@@ -54,6 +54,15 @@ def _host(address: str) -> str:
         return ""
 
 
+def read_manifests(folders: Sequence[Path]) -> list[PreparedManifest]:
+    """Read the manifests of the prepared data of buckets; a DataError if it is encoded data."""
+    roots = sorted({folder.parent.parent for folder in folders})
+    try:
+        return [PreparedManifest.read(root) for root in roots if (root / MANIFEST).is_file()]
+    except DataError as error:
+        raise DataError(f"{error}. --summary needs prepared data: name it with --data PREPARED/train") from error
+
+
 def write_summary(
     path: Path,
     content: Content,
@@ -69,7 +78,7 @@ def write_summary(
     The folders are those of the prepared data's buckets; the run folder may be one of `runs`.
     """
     roots = sorted({folder.parent.parent for folder in folders})
-    manifests = [PreparedManifest.read(root) for root in roots if (root / MANIFEST).is_file()]
+    manifests = read_manifests(folders)
     marks = [read_json(root / REMOVED_SAMPLES) for root in roots if (root / REMOVED_SAMPLES).is_file()]
     starts = next((rows for run in runs if (rows := [*filter(None, read_json_lines(run / STARTS))])), [])
     rejected: Counter[str] = Counter()

@@ -306,7 +306,7 @@ def meta_forward(
             pooled = settings["projection_class_embeddings_input_dim"] - 6 * settings["addition_time_embed_dim"]
             pooled, sizes = torch.empty(1, pooled, dtype=dtype), torch.empty(1, 6, dtype=dtype)
         try:
-            conditioning = caller.condition(Conditioning(text, pooled, sizes, mask), call)._replace(mask=None)
+            conditioning = caller.condition(Conditioning(text, pooled, sizes, mask), call)
             return caller(latents, address, conditioning, call)
         except Exception as error:
             if not config.ingredients:
@@ -389,15 +389,15 @@ class _Kept(torch.autograd.Function):
     """Keeps what flash attention keeps."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # pyright: ignore
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:  # pyright: ignore
         result = torch.empty_like(query)
-        ctx.save_for_backward(query, key, value, result)
+        ctx.save_for_backward(query, key, value, result, mask)
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore
-        query, key, value, _ = ctx.saved_tensors
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
 
 
 class FlashAttentionShapes:
@@ -410,15 +410,16 @@ class FlashAttentionShapes:
         if isinstance(attn, PRXAttention):
             return self._attend_to_both(attn, hidden_states, encoder_hidden_states, **_)
         context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        attended: Any = _Kept.apply(attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context))
+        attended: Any = _Kept.apply(attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context), None)
         return attn.to_out[1](attn.to_out[0](attended))
 
     @staticmethod
-    def _attend_to_both(attn: Any, image: Tensor, text: Any, image_rotary_emb: Any, **_: Any) -> Tensor:
-        """Attention of a transformer's block, to image and text."""
+    def _attend_to_both(attn: Any, image: Tensor, text: Any, image_rotary_emb: Any, attention_mask: Any) -> Tensor:
+        """Attention of a transformer's block, to image and text; the kernel adds a mask [B, 1, 1, L] to its scores."""
         query, key, value = attn.img_qkv_proj(image).unflatten(-1, (3, attn.heads, -1)).permute(2, 0, 3, 1, 4)
         text_key, text_value = attn.txt_kv_proj(text).unflatten(-1, (2, attn.heads, -1)).permute(2, 0, 3, 1, 4)
         query = apply_rope(attn.norm_q(query), image_rotary_emb)
         key = torch.cat([attn.norm_added_k(text_key), apply_rope(attn.norm_k(key), image_rotary_emb)], dim=2)
-        attended: Any = _Kept.apply(query, key, torch.cat([text_value, value], dim=2))
+        mask = torch.cat([attention_mask, attention_mask.new_ones(image.shape[:2])], dim=1).to(query.dtype)
+        attended: Any = _Kept.apply(query, key, torch.cat([text_value, value], dim=2), mask)
         return attn.to_out[1](attn.to_out[0](attended.transpose(1, 2).flatten(2)))

@@ -38,7 +38,7 @@ def command(model, tmp_path, monkeypatch):
         prompts = [] if "--prompts-file" in options or "--prompts" in options else ["--prompts", "a red circle"]
         monkeypatch.setattr("diffusion.loading.load_model", load_model)
         monkeypatch.setattr(
-            sys, "argv", ["generate.py", "RUN", "--out", str(out), "--device", "cpu", *prompts, *options]
+            sys, "argv", ["generate.py", str(ROOT), "--out", str(out), "--device", "cpu", *prompts, *options]
         )
         runpy.run_path(str(ROOT / "scripts" / "generate.py"))["main"]()
 
@@ -140,15 +140,19 @@ def test_the_prompts_may_not_be_those_of_the_listing_that_is_replaced(command, t
         (["--rewrite", "http://me:pass@127.0.0.1:1/v1", "--rewrite-model", "x"], r"--rewrite: .*http://\*\*\*@127"),
         (["--steps", "0"], "--steps: 0"),
         (["--width", "-32"], "--width: -32"),
-        (["--seed", "-1"], "--seed -1"),
+        (["--seed", "-1"], "--seed: -1"),
+        (["--seed", str(2**32)], f"--seed {2**32}"),
+        (["--rewrite-model", "x"], "--rewrite-model needs --rewrite"),
+        (["--rewrite-instructions", "x"], "--rewrite-instructions needs --rewrite"),
         (["--prompts", "a caf\udce9"], "--prompts: .* is no UTF-8"),
         (["--negative-prompt", "a caf\udce9"], "--negative-prompt: .* is no UTF-8"),
         (["--columns", "0"], "--columns: 0"),
     ],
 )
-def test_errors_are_reported_before_the_model_is_loaded(options, message, command):
+def test_errors_are_reported_before_the_model_is_loaded(options, message, command, tmp_path):
     with pytest.raises(ConfigurationError, match=message):
         command(*options, is_loaded=False)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from diffusion.errors import UserError
+from diffusion.config.loading import load_config, to_yaml
+from diffusion.config.locations import is_location
+from diffusion.errors import ConfigurationError, DataError, UserError
 from diffusion.evaluation.nearest import Comparison, Neighbour, nearest
 from diffusion.preparation.takedown import take_down
 from tests.tools.altered_copies import recompressed, shifted
+from tests.tools.evaluation_toys import write_clip
 from tests.tools.preparing import prepare, read_samples
 from tests.tools.training_runs import ROOT
 
@@ -124,6 +127,46 @@ def test_validation_images_may_be_a_folder(run, data, generated, tmp_path, capsy
     assert "only 1 validation images" in capsys.readouterr().err
 
 
+def test_features_of_clip(run, data, generated, tmp_path):
+    folder, copies = generated
+    of_pixels = run(folder, data)
+    rows = run(folder, data, "--clip", write_clip(tmp_path / "clip"))
+    first = rows["same"]["nearest"][0]
+    assert first["key"] == copies["same"] and rows["same"]["is_copy"]
+    assert first["distance"] == pytest.approx(0, abs=1e-5)
+    assert rows["new-0"]["nearest"][0]["distance"] != of_pixels["new-0"]["nearest"][0]["distance"]
+    assert "clip-clip" in (tmp_path / "out" / "nearest.html").read_text()
+
+
+def encoded_run(folder: Path, data: Path) -> Path:
+    """A run folder whose configuration names a bucket of encoded data."""
+    latents = folder / "latents"
+    latents.mkdir(parents=True)
+    (latents / "manifest.json").write_text('{"kind": "encoded"}')
+    (bucket,) = (path.name for path in (data / "train").iterdir() if path.is_dir())
+    overrides = [f"data.local={latents}/train", f"data.streams=[{{name: {bucket}}}]"]
+    config = load_config(str(ROOT / "yamls/tiny/phase1.yaml"), overrides, may_lack=is_location)
+    (folder / "config.yaml").write_text(to_yaml(config))
+    return folder
+
+
+def test_a_run_on_latents_names_its_prepared_data(run, data, generated, tmp_path):
+    folder, copies = generated
+    trained = encoded_run(tmp_path / "run", data)
+    with pytest.raises(ConfigurationError, match="--data"):
+        run(folder, trained)
+    more = shutil.copytree(data, tmp_path / "more")
+    (bucket,) = (path for path in (more / "train").iterdir() if path.is_dir())
+    shutil.copytree(bucket, bucket.with_name("of-another-run"))
+    for prepared in (data, data / "train", more):
+        rows = run(folder, trained, "--data", prepared)
+        assert {name for name, row in rows.items() if row["is_copy"]} == {*copies}
+        assert all(len({near["key"] for near in row["nearest"]}) == len(row["nearest"]) for row in rows.values())
+    shutil.rmtree(bucket)
+    with pytest.raises(DataError, match=bucket.name):
+        run(folder, trained, "--data", more)
+
+
 def test_the_hash_counts_only_where_validation_images_have_none_like_it():
     def comparison(num_alike: int) -> Comparison:
         validation = [[Neighbour(0.4, 1, "b", 0 if i < num_alike else 20)] for i in range(100)]
@@ -178,6 +221,7 @@ def test_mistakes(run, data, generated, tmp_path):
         ((folder, tmp_path / "nowhere"), "is no folder"),
         ((folder, encoded), "give the prepared data set"),
         ((folder, data, "--validation", empty), "has no validation images"),
+        ((folder, data, "--data", data), "--data is for a run"),
         ((folder, data, "--quantile", "2"), "is no share"),
         ((folder, data, "--clip", empty), "--clip"),
     ]:

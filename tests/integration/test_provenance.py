@@ -11,11 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from diffusion.config.loading import load_config
 from diffusion.datasets.bad_images import BadImage
 from diffusion.datasets.provenance import Exposure, apply_substitutes, build_order, exposures, times_seen
 from diffusion.datasets.sample_order import GlobalOrder, OrderSettings, StreamShape
+from diffusion.errors import DataError
 from diffusion.formats.data_set import PreparedManifest, RejectedEntry, SourceEntry
 from diffusion.formats.shards import read_index
 from diffusion.operations.training_content import Content, size_range, write_summary
@@ -93,6 +95,12 @@ def test_the_command_lists_what_a_run_of_bad_images_has_seen(server, tmp_path: P
     output = capsys.readouterr().out
     assert "\nCC0\\nforged 5\\x1b[31m" in output and output.replace("\n", "").isprintable()
     assert f"before the run began on {datetime.datetime.now(datetime.UTC):%Y}" in text
+    for file in (out, summary):
+        file.unlink()
+    (root.parent / "manifest.json").write_text('{"kind": "encoded"}')
+    with pytest.raises(DataError, match="--data"):
+        runpy.run_path(str(ROOT / "scripts" / "provenance.py"))["main"]()
+    assert not out.exists() and not summary.exists()
 
 
 def test_a_summary_has_sources_domains_rejections_and_takedowns(tmp_path: Path, monkeypatch) -> None:

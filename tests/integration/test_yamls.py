@@ -43,6 +43,8 @@ ASPECTS = ("72x56", "64x56", "64x64", "56x64", "56x72")
 SDXL = "yamls/tiny/sdxl.yaml"
 LONG, NUM_LONG = "yamls/tiny/phase3.yaml", 8
 """A recipe that is trained for more than two steps, so that all its buckets come."""
+SCALE = "yamls/tiny/scale.yaml"
+"""A recipe that is trained with the network and the batch of a small scale."""
 LANGUAGE, ALIGNMENT = "yamls/tiny/language_model.yaml", "yamls/tiny/alignment.yaml"
 
 
@@ -93,13 +95,13 @@ FITTED += ("modern_256", "modern_512", "modern_pixel_256")
 PLANNED = (LANGUAGE, ALIGNMENT, "yamls/sdxl_256.yaml", "yamls/styles/transformer.yaml", "yamls/tiny/pixel.yaml")
 """Recipes that are planned in a way of their own, beside the fitted ones and those of `test_network_runs.py`."""
 
+BATCH = "data.global_batch_size=8"
 TINY = [
     "trainer.precision=fp32",
     "trainer.device_train_microbatch_size=2",
     "trainer.progress_bar=false",
     "schedule.warmup=1ba",
     "samples.num_inference_steps=1",
-    "data.global_batch_size=8",
     "data.num_canonical_nodes=8",
     "data.num_workers=0",
     "data.shuffle_block_size=64",
@@ -161,11 +163,12 @@ def overrides(yaml: str, shapes: Path, aspects: Path, output: Path, first: Path 
     if config.task.value != "autoencoder":
         trace = f"{{path: verification.callbacks.DrawTrace, arguments: {{folder: '{output / 'trace'}'}}}}"
         own.append(f"plugins.callbacks=[{trace}]")
+    sizes = [BATCH, SMALL[architecture]] if yaml != SCALE else ["model.scale=2"]
     return [
         *TINY,
         *own,
+        *sizes,
         f"model.architecture={architecture}",
-        SMALL[architecture],
         f"trainer.max_duration={num}ba",
         f"trainer.eval_interval={num}ba",
         f"trainer.save_interval={num}ba",
@@ -224,6 +227,14 @@ def test_trains_with_the_same_draws_and_losses_on_one_process_and_on_two(runs, y
         hashes = [step_hashes(runs[num, yaml] / "trace") for num in NUM_RANKS[yaml]]
         assert list(hashes[0]) == steps
         assert hashes[-1] == hashes[0]
+
+
+def test_a_scale_multiplies_network_and_batch(runs):
+    config = load_config(str(runs[1, SCALE] / "config.yaml"))
+    network = config.model.network
+    assert isinstance(network, dict)
+    assert [network[name] for name in ("hidden_size", "num_heads", "depth")] == [64, 2, 2]
+    assert config.data.global_batch_size == 16
 
 
 def test_sdxl_has_the_same_losses_from_images_and_from_latents(runs):

@@ -45,6 +45,7 @@ def run_script(monkeypatch, name: str, *arguments: object) -> None:
 
 
 def test_a_file_to_write_that_is_another_argument_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "seen.csv").touch()
     (tmp_path / "link").symlink_to(tmp_path / "seen.csv")
     for other in ("seen.csv", "link"):
         with pytest.raises(ConfigurationError, match=r"seen\.csv is given twice"):
@@ -60,12 +61,12 @@ def test_a_folder_of_evaluations_that_does_not_exist_is_an_error(tmp_path, monke
 def test_what_is_written_to_a_path_of_this_machine_is_written_there(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     for name, *words in (
-        ("generate.py", "run", "--prompts", "x", "--out"),
-        ("export.py", "run"),
+        ("generate.py", tmp_path, "--prompts", "x", "--out"),
+        ("export.py", tmp_path),
         ("nearest.py", tmp_path, tmp_path, "--out"),
-        ("sweep.py", "sweep.yaml", "--out"),
+        ("sweep.py", __file__, "--out"),
         ("preference.py", "report", "votes.sqlite", "--out"),
-        ("provenance.py", "run", "--out"),
+        ("provenance.py", tmp_path, "--out"),
         ("runs.py", "prune"),
     ):
         with pytest.raises(ConfigurationError, match=r"argument (--)?(out|folders): "):

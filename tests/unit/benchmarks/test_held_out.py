@@ -1,6 +1,10 @@
+from pathlib import Path
+
 from PIL import Image
 
-from benchmarks.held_out import Drawing, choose_cells, draw_grid, score
+from benchmarks.held_out import Drawing, choose_cells, draw_grid, main, score
+from diffusion.formats.marks import SOURCE_TYPE
+from tests.tools.image_marks import read_mark
 
 
 def drawing(concept: int, style: int, *, is_held_out: bool) -> Drawing:
@@ -37,3 +41,17 @@ def test_the_grid_frames_what_was_held_out() -> None:
     corners = [(150 + 64 * j, 20 + 64 * i) for i in range(4) for j in range(4)]
     differs = [framed.getpixel(corner) != plain.getpixel(corner) for corner in corners]
     assert differs == [one.is_held_out for row in cells for one in row]
+
+
+def test_the_grids_are_marked_as_generated(tmp_path: Path, monkeypatch) -> None:
+    for name, drawings in (("images", HELD_OUT), ("cells", DRAWINGS)):
+        (tmp_path / name).mkdir()
+        for number, one in enumerate(drawings):
+            one.image.save(tmp_path / name / f"{number:02d}.png")
+    folders = ["train", "held-out", str(tmp_path / "images"), "--cells", str(tmp_path / "cells")]
+    monkeypatch.setattr("sys.argv", ["held_out", "scores", *folders, "--out", str(tmp_path / "run")])
+    drawn = [one for one in DRAWINGS if not one.is_held_out]
+    monkeypatch.setattr("benchmarks.held_out.read", lambda _, *, is_held_out: HELD_OUT if is_held_out else drawn)
+    main()
+    marks = [read_mark(tmp_path / "run" / name) for name in ("grid.png", "pairs.png")]
+    assert marks == [{"DigitalSourceType": SOURCE_TYPE, "AISystemUsed": "run"}] * 2

@@ -1,6 +1,7 @@
 import pytest
 
-from benchmarks.preparation import measure_driver, measure_mixing
+from benchmarks.driver import measure_driver
+from benchmarks.preparation import measure_mixing
 
 
 def test_larger_windows_mix_more_and_a_full_shuffle_most():

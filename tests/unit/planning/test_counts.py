@@ -11,18 +11,22 @@ from torch.utils.flop_counter import FlopCounterMode
 from diffusion.composer_models import AutoencoderTraining
 from diffusion.config.data import ImageSize
 from diffusion.config.loading import load_config
+from diffusion.config.locations import is_location
 from diffusion.config.model import AutoencoderConfig
 from diffusion.config.training import Device, Precision
 from diffusion.errors import ConfigurationError
 from diffusion.models import build_model
-from diffusion.models.architectures import TINY, build_vae
+from diffusion.models.architectures import TINY, build_vae, text_shape
 from diffusion.models.ingredients.lora import add_lora
 from diffusion.models.precision import AUTOCAST_DTYPES
 from diffusion.planning.fleets import Fleet, rate_for
 from diffusion.planning.memory import (
+    FlashAttentionShapes,
     ParameterCounts,
     activation_bytes,
     largest_unit,
+    meta_forward,
+    meta_parts,
     parameter_counts,
     plan_memory,
 )
@@ -94,6 +98,17 @@ def test_gradients_of_matrices_are_reduced_and_less_is_kept(model):
     few, every = activation_bytes(toy(*LORA), SIZE), activation_bytes(toy(), SIZE)
     assert few is not None and every is not None
     assert few < 1.2 * every
+
+
+def test_attention_keeps_the_mask_of_the_padding():
+    model = load_config("yamls/tiny/transformer.yaml", may_lack=is_location).model
+    network, ingredients = meta_parts(model)
+    network.set_attn_processor(FlashAttentionShapes())
+    shapes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: shapes.append(one.shape) or one, lambda one: one):
+        meta_forward(model, network, ingredients, SIZE, torch.float32)
+    num_tokens, num_positions = text_shape(model)[0], 4 * 4
+    assert shapes.count((1, num_tokens + num_positions)) == network.config["depth"]
 
 
 def test_a_text_adapter_is_trained_and_under_lora_it_is_fixed():
