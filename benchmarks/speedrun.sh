@@ -4,11 +4,12 @@
 #
 #   benchmarks/speedrun.sh STYLES OUT [cpu]       # STYLES: train-*.tar, heldout-*.tar; cpu: 32 px, tiny networks
 #
-# VAE_STEPS and STEPS set the lengths of the trainings; with a larger STEPS the same command continues. OUT/seconds.txt
-# gets the time of each step.
+# VAE_STEPS and STEPS set the lengths of the trainings; with a larger STEPS the same command continues. With CLIP, the
+# folder of a CLIP model, CMMD is measured, too. OUT/seconds.txt gets the time of each step.
 set -euo pipefail
 [[ $# -ge 2 ]] || { sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2; }
-styles=$(realpath "$1") out=$(realpath -m "$2")
+styles=$(realpath "$1") out=$(realpath -m "$2") metrics=()
+[[ -z ${CLIP:-} ]] || metrics=("protocol.metrics=[fid, kid, cmmd]" "protocol.networks.cmmd=$(realpath "$CLIP")")
 cd "$(dirname "$0")/.."
 mkdir -p "$out"
 trap 'kill $(jobs -p) 2> /dev/null || true' EXIT
@@ -54,7 +55,7 @@ train() {  # RUN SUFFIX_OF_THE_DATA YAML [OVERRIDE...]
 }
 evaluate() {
   python evaluate.py yamls/styles/evaluate.yaml model="$out/transformer" output_folder="$out/evaluation" \
-    protocol.prompts.path="$out/held-out" protocol.reference.path="$out/held-out" protocol.reference.size="$side"
+    protocol.prompts.path="$out/held-out" protocol.reference.path="$out/held-out" protocol.reference.size="$side" "${metrics[@]}"
 }
 scores() {
   local held_out="python -m benchmarks.held_out" images

@@ -10,12 +10,22 @@ import os
 import signal
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from composer import Callback, Event, Logger, State
+from torch import Tensor
 
 from diffusion.distributed import rank, world_size
 from diffusion.files import read_json_lines
 from diffusion.models.latent_diffusion import Draws, Prediction
+
+
+class ImageDraws(NamedTuple):
+    """What the VAE's training drew for a microbatch: addresses [B], and images uint8 [B, 3, height, width]."""
+
+    sample: Tensor
+    step: Tensor
+    image: Tensor
 
 
 class DrawTrace(Callback):
@@ -23,7 +33,7 @@ class DrawTrace(Callback):
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
-        self._draws: list[Draws] = []
+        self._draws: list[Draws | ImageDraws] = []
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Make the folder."""
@@ -31,8 +41,10 @@ class DrawTrace(Callback):
 
     def after_forward(self, state: State, logger: Logger) -> None:
         """Take what the model drew for a microbatch."""
-        assert isinstance(state.outputs, Prediction)
-        self._draws.append(state.outputs.draws)
+        if isinstance(state.outputs, Prediction):
+            self._draws.append(state.outputs.draws)
+        else:  # A VAE draws by step and sample only.
+            self._draws.append(ImageDraws(*(state.batch[name] for name in ImageDraws._fields)))
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Write the line of a step."""
@@ -48,7 +60,7 @@ class DrawTrace(Callback):
             file.write(json.dumps(row) + "\n")
 
 
-def sample_digests(draws: Draws) -> list[tuple[int, str]]:
+def sample_digests(draws: Draws | ImageDraws) -> list[tuple[int, str]]:
     """Address of each sample and a digest of its random numbers and conditioning."""
     parts = [tensor.detach().cpu().contiguous().numpy() for tensor in draws if tensor is not None]
     result = []

@@ -54,10 +54,12 @@ def main(launcher: Callable[[int], list[str]] | None = None) -> None:
     from diffusion.config.loading import load_config
     from diffusion.config.locations import is_location
     from diffusion.config.model import TextEncoderConfig
+    from diffusion.config.schema import Task
     from verification.runs import Recipe, compare, composer, format_table, make_data, run
     from verification.ways import covering_set, product, short_set
 
-    settings = load_config(arguments.yaml, arguments.overrides, may_lack=is_location).model
+    config = load_config(arguments.yaml, arguments.overrides, may_lack=is_location)
+    settings, is_vae = config.model, config.task is Task.autoencoder
     out: Path = arguments.out.resolve()
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
@@ -78,8 +80,11 @@ def main(launcher: Callable[[int], list[str]] | None = None) -> None:
         launcher=launcher or composer,
     )
     specs = product() if arguments.full else short_set() if arguments.short else covering_set()
-    if is_pixel or settings.alignment is not None or settings.text_encoder != TextEncoderConfig():
-        specs = [*dict.fromkeys(replace(spec, representation="images") for spec in specs)]
+    if is_vae or is_pixel or settings.alignment is not None or settings.text_encoder != TextEncoderConfig():
+        specs = [replace(spec, representation="images") for spec in specs]
+    if is_vae:  # It is not sharded.
+        specs = [replace(spec, parallelism="ddp") for spec in specs]
+    specs = [*dict.fromkeys(specs)]
     references, comparisons = {}, []
     for i, spec in enumerate(specs):
         folder = data / ("prepared" if spec.representation == "images" else "latents") / "train"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageDraw
 
+from tests.tools.evaluation_toys import write_clip
 from tests.tools.image_files import write_tar
 from tests.tools.training_runs import ROOT
 
@@ -45,7 +46,8 @@ def test_one_command_makes_scores_and_grids(tmp_path: Path) -> None:
     Image.new("RGB", (32, 32)).save(earlier / "000000.png")
     (tmp_path / "out" / "seconds.txt").write_text("scores 9\n")
     command = ["bash", "benchmarks/speedrun.sh", str(tmp_path / "styles"), str(tmp_path / "out"), "cpu"]
-    lengths = {"VAE_STEPS": "10", "STEPS": "10", "OMP_NUM_THREADS": "1", "PATH": path}
+    clip = str(write_clip(tmp_path / "clip"))
+    lengths = {"VAE_STEPS": "10", "STEPS": "10", "OMP_NUM_THREADS": "1", "PATH": path, "CLIP": clip}
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | lengths, capture_output=True, text=True, timeout=580, check=False
     )
@@ -56,4 +58,6 @@ def test_one_command_makes_scores_and_grids(tmp_path: Path) -> None:
     steps = [line.split()[0] for line in (out / "seconds.txt").read_text().splitlines()]
     assert steps == ["scores", "prepare", "autoencoder", "encode", "transformer", "evaluate", "scores"]
     assert Image.open(out / "grid.png").size == (150 + 3 * 64, 20 + 8 * 64)
-    assert len((out / "evaluation" / "table.md").read_text().splitlines()) == 3
+    table = (out / "evaluation" / "table.md").read_text().splitlines()
+    assert len(table) == 3
+    assert "CMMD" in table[0].upper()

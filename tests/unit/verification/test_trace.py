@@ -1,9 +1,10 @@
 import json
+from types import SimpleNamespace
 
 import torch
 
 from diffusion.models.latent_diffusion import Draws
-from verification.callbacks import sample_digests, step_hashes
+from verification.callbacks import DrawTrace, sample_digests, step_hashes
 
 
 def draws(num: int, step: int = 3) -> Draws:
@@ -68,3 +69,16 @@ def test_a_step_that_was_run_again_counts_as_it_was_run_last(tmp_path):
     alone.mkdir()
     write(alone, 0, 1, 3, sample_digests(whole))
     assert step_hashes(tmp_path) == step_hashes(alone)
+
+
+def test_the_images_of_a_vae_are_traced(tmp_path):
+    hashes = []
+    for image in (torch.zeros(2, 3, 4, 4, dtype=torch.uint8), torch.ones(2, 3, 4, 4, dtype=torch.uint8)):
+        batch = {"sample": torch.arange(2), "step": torch.zeros(2, dtype=torch.int64), "image": image}
+        state = SimpleNamespace(outputs=None, batch=batch, timestamp=SimpleNamespace(batch=SimpleNamespace(value=1)))
+        trace = DrawTrace(str(tmp_path / str(len(hashes))))
+        for event in (trace.fit_start, trace.after_forward, trace.batch_end):
+            event(state, None)
+        hashes.append(step_hashes(trace.folder))
+    assert hashes[0].keys() == hashes[1].keys() == {0}
+    assert hashes[0] != hashes[1]

@@ -1,3 +1,13 @@
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from diffusion.config.checks import check
+from diffusion.config.loading import load_config
+from diffusion.config.locations import is_location
+from verification.runs import Recipe
+from verification.verify_elastic import ROOT, main
 from verification.ways import VALUES, RunSpec, covering_set, pairs, product, references, short_set
 
 
@@ -24,3 +34,27 @@ def test_the_short_set_varies_what_belongs_to_the_machine():
     for name in ("world_size", "microbatch", "workers", "parallelism"):
         assert len({getattr(spec, name) for spec in chosen}) > 1, name
     assert {spec.interruption for spec in chosen} == set(VALUES["interruption"])
+
+
+@pytest.mark.parametrize("name", ["autoencoder_dc", "pixel"])
+def test_each_way_to_run_a_recipe_is_one_that_is_possible(name: str, tmp_path: Path, monkeypatch) -> None:
+    run_specs = []
+
+    def run(recipe: Recipe, spec: RunSpec, data: list[str]) -> None:
+        command = recipe.command(spec, tmp_path / spec.name, spec.world_size, data)
+        words = command[command.index(str(recipe.yaml)) + 1 :]
+        check(load_config(str(recipe.yaml), words, may_lack=is_location), world_size=spec.world_size)
+        run_specs.append(spec)
+
+    stubs = {
+        "make_data": lambda folder, resolution: folder,
+        "run": run,
+        "compare": lambda outcome, reference: SimpleNamespace(is_equal=True),
+        "format_table": lambda comparisons: "head\nrow",
+    }
+    for function, stub in stubs.items():
+        monkeypatch.setattr(f"verification.runs.{function}", stub)
+    yaml = str(ROOT / f"yamls/tiny/{name}.yaml")
+    monkeypatch.setattr("sys.argv", ["verify_elastic", yaml, "--short", "--out", str(tmp_path / "out")])
+    main()
+    assert [spec.world_size for spec in run_specs] == [1, 2, 3]
