@@ -198,6 +198,8 @@ def test_mistakes_on_the_command_line(arguments, message):
 )
 def test_a_file_that_cannot_be_written_is_named_before_any_work(command, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.chdir(tmp_path)
+    Path("RUN").mkdir()
     (tmp_path / "file").write_text("kept")
     for out in (tmp_path, tmp_path / "file" / "below"):
         monkeypatch.setattr(sys, "argv", [*command, str(out)])

@@ -275,11 +275,11 @@ def test_the_ingestion_is_what_kubernetes_and_the_command_understand(tmp_path):
     [container] = pod["containers"]
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     assert (ROOT / container["command"][1]).is_file()
-    options = parse_arguments(container["args"])
-    assert (options.config, options.interval) == (Path("/configuration/prepare.yaml"), 1800.0)
     [(name, text)] = settings["data"].items()
     (tmp_path / name).write_text(text)
-    assert load_complete(PrepareConfig, tmp_path / name).buckets.preset == "sd2"
+    options = parse_arguments([word.replace("/configuration", str(tmp_path)) for word in container["args"]])
+    assert (options.config, options.interval) == (tmp_path / name, 1800.0)
+    assert load_complete(PrepareConfig, options.config).buckets.preset == "sd2"
 
 
 def pod_specs(value: Any) -> Iterator[dict[str, Any]]:
