@@ -12,15 +12,16 @@ HIDDEN = "***"
 """Replaces a secret."""
 
 _SECRET_NAME = re.compile(
-    r"(password|passwd|passphrase|secret|token|_pass|_pat|"
+    r"(password|passwd|passphrase|secret|token|"
     r"(^|_)(pwd|jwt|passwords|secrets|credentials?|authorization|bearer|webhook(_url)?|connection_string|"
+    r"(api|access|auth|bearer|hf|refresh|sas)_?tokens|"
     r"(api|access|secret|private|account|sas|storage|auth|hf|azure|gcs|openai|anthropic|wandb|encryption|signing|"
     r"subscription)_?keys?(_id)?))_?\d*$"
 )
 """Names of keys and environment variables with secret values: `hf_token` and `HF_TOKEN_2`, but not `token_ids`."""
 
-_TOKENS = re.compile(r"(^|(api|hf|access|auth|bearer|refresh|sas)_)tokens$")
-"""Names of keys whose list or group holds secrets, unless they are numbers."""
+_SECRET_VARIABLE = re.compile(r"_(PASS|PAT)_?\d*$")
+"""Further names of variables; a key such as `low_pass` holds no secret."""
 
 _KNOWN_SHAPES = re.compile(
     r"\b(AKIA|ASIA)[0-9A-Z]{16}\b|\bhf_[A-Za-z0-9]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}"
@@ -44,16 +45,13 @@ _MIN_LENGTH = 8
 
 def is_secret_name(name: str) -> bool:
     """Return whether the value of a key or environment variable of this name is a secret."""
-    return _SECRET_NAME.search(_words(name)) is not None
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-. ]", "_", name)
+    return (_SECRET_NAME.search(words.lower()) or _SECRET_VARIABLE.search(name)) is not None
 
 
 def is_variable(name: str) -> bool:
     """Return whether a text can be the name of an environment variable, and not a secret in its place."""
     return re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) is not None
-
-
-def _words(name: str) -> str:
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-. ]", "_", name).lower()
 
 
 def redact(value: Any) -> Any:
@@ -62,18 +60,15 @@ def redact(value: Any) -> Any:
     A secret is recognised by its key, by its format, in a URL, or as the value of an environment variable whose name
     says so.
     """
-    return _redact(value, is_secret=False)
-
-
-def _redact(value: Any, *, is_secret: bool) -> Any:
     if isinstance(value, Mapping):
-        return {key: _redact_entry(str(key), child, is_secret) for key, child in value.items()}
+        return {
+            key: HIDDEN if child not in (None, "") and is_secret_name(str(key)) else redact(child)
+            for key, child in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_redact(child, is_secret=is_secret) for child in value]
+        return [redact(child) for child in value]
     if not isinstance(value, str):
         return value
-    if is_secret and value:
-        return HIDDEN
     secrets = [
         text
         for name, text in os.environ.items()
@@ -85,13 +80,6 @@ def _redact(value: Any, *, is_secret: bool) -> Any:
     value = _SIGNATURE_IN_URL.sub(rf"\1{HIDDEN}", value)
     value = _HEADER.sub(rf"\1{HIDDEN}", value)
     return _KNOWN_SHAPES.sub(HIDDEN, value)
-
-
-def _redact_entry(key: str, value: Any, is_secret: bool) -> Any:
-    if is_secret_name(key) and value not in (None, "") and not isinstance(value, bool):
-        return HIDDEN
-    is_group = isinstance(value, Mapping | list | tuple)
-    return _redact(value, is_secret=is_secret or (is_group and _TOKENS.search(_words(key)) is not None))
 
 
 def redact_arguments(arguments: Sequence[str]) -> list[str]:

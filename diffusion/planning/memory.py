@@ -420,6 +420,8 @@ class FlashAttentionShapes:
         text_key, text_value = attn.txt_kv_proj(text).unflatten(-1, (2, attn.heads, -1)).permute(2, 0, 3, 1, 4)
         query = apply_rope(attn.norm_q(query), image_rotary_emb)
         key = torch.cat([attn.norm_added_k(text_key), apply_rope(attn.norm_k(key), image_rotary_emb)], dim=2)
-        mask = torch.cat([attention_mask, attention_mask.new_ones(image.shape[:2])], dim=1).to(query.dtype)
+        mask = attention_mask
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(image.shape[:2])], dim=1).to(query.dtype)
         attended: Any = _Kept.apply(query, key, torch.cat([text_value, value], dim=2), mask)
         return attn.to_out[1](attn.to_out[0](attended.transpose(1, 2).flatten(2)))

@@ -27,7 +27,7 @@ def test_names_of_secrets() -> None:
 
 def test_names_of_other_things() -> None:
     names = "token_ids tokenizer key monkey num_tokens keep_every max_token_length key_hash path patch passes compass "
-    names += "pat pass tokens num_passes sort_key keys token_routing HOME PATH SSH_AUTH_SOCK"
+    names += "pat include_pat pass low_pass tokens num_passes sort_key keys token_routing HOME PATH SSH_AUTH_SOCK"
     keys = [*names.split(), *schema_keys(Config), *schema_keys(PrepareConfig)]
     assert [name for name in keys if is_secret_name(name)] == []
 
@@ -57,7 +57,7 @@ def test_secrets_are_hidden_by_name_by_shape_in_addresses_and_by_value(monkeypat
     "value",
     [
         *({name: "planted"} for name in ("pwd", "bearer", "webhook", "openai_key", "secrets")),
-        {"api_keys": ["planted"], "tokens": {"hf": "planted", "gh": {"read": ["planted"]}}, "hf_tokens": ["planted"]},
+        {"api_keys": ["planted"], "hf_tokens": {"main": "planted", "others": ["planted"]}},
         *(f"https://host/x?a=1&{name}=planted" for name in ("pwd", "pass", "auth", "jwt", "db_pass")),
         "DefaultEndpointsProtocol=https;AccountKey=planted==;EndpointSuffix=core",
         "https://hooks.slack.com/services/T0/B0/planted",
@@ -77,9 +77,10 @@ def test_other_kinds_of_secrets(value: object) -> None:
 def test_what_looks_like_a_secret_and_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PWD", "/home/someone")
     values = {
-        "tokens": [49406, 1],
+        "tokens": [49406, 1, "<s>"],
         "pass": "second",
         "first_pass": True,
+        "low_pass": 0.25,
         "max_tokens": 24,
         "groups": {"tokens": {"mean": 3.5, "all": [1, 2]}, "special_tokens": ["<s>"]},
         "page": "https://host/x?compass=north&passes=2&author=me",

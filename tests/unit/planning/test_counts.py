@@ -17,6 +17,7 @@ from diffusion.config.training import Device, Precision
 from diffusion.errors import ConfigurationError
 from diffusion.models import build_model
 from diffusion.models.architectures import TINY, build_vae, text_shape
+from diffusion.models.ingredients import Caller
 from diffusion.models.ingredients.lora import add_lora
 from diffusion.models.precision import AUTOCAST_DTYPES
 from diffusion.planning.fleets import Fleet, rate_for
@@ -100,7 +101,10 @@ def test_gradients_of_matrices_are_reduced_and_less_is_kept(model):
     assert few < 1.2 * every
 
 
-def test_attention_keeps_the_mask_of_the_padding():
+@pytest.mark.parametrize("has_mask", [True, False])
+def test_attention_keeps_the_mask_of_the_padding_unless_an_ingredient_drops_it(monkeypatch, has_mask):
+    if not has_mask:
+        monkeypatch.setattr(Caller, "condition", lambda caller, conditioning, call: conditioning._replace(mask=None))
     model = load_config("yamls/tiny/transformer.yaml", may_lack=is_location).model
     network, ingredients = meta_parts(model)
     network.set_attn_processor(FlashAttentionShapes())
@@ -108,7 +112,7 @@ def test_attention_keeps_the_mask_of_the_padding():
     with torch.autograd.graph.saved_tensors_hooks(lambda one: shapes.append(one.shape) or one, lambda one: one):
         meta_forward(model, network, ingredients, SIZE, torch.float32)
     num_tokens, num_positions = text_shape(model)[0], 4 * 4
-    assert shapes.count((1, num_tokens + num_positions)) == network.config["depth"]
+    assert shapes.count((1, num_tokens + num_positions)) == network.config["depth"] * has_mask
 
 
 def test_a_text_adapter_is_trained_and_under_lora_it_is_fixed():
