@@ -1,4 +1,4 @@
-"""What a hostile source may do to a preparation: nothing but whole images comes through."""
+"""Hostile sources: nothing but whole images comes through a preparation."""
 
 import os
 import pickle

@@ -213,7 +213,7 @@ def mistakes(value: Any, kind: str, place: str) -> list[str]:
 
 
 def outlives_a_pod(pod: dict[str, Any], folder: str) -> bool:
-    """Whether a folder of the container lies on a claim."""
+    """Return whether a folder of the container lies on a claim."""
     claimed = {volume["name"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume}
     [container] = pod["containers"]
     mounts = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] in claimed]
